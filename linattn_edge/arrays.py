@@ -1,0 +1,100 @@
+"""The boundary: whatever the caller has becomes a NumPy array of the right shape and dtype, or one clear error."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from linattn_edge.errors import DtypeError, NotFiniteError, ShapeError
+
+Array = NDArray[Any]
+
+
+def real_array(name: str, value: Any) -> Array:
+    """`value` as an array of real numbers: NumPy, a CPU tensor with `__array__` or DLPack, or nested lists."""
+    if not isinstance(value, np.ndarray):
+        try:
+            if hasattr(value, "__dlpack__") and not hasattr(value, "__array__"):
+                value = np.from_dlpack(value)
+            value = np.asarray(value)
+        except (TypeError, ValueError, RuntimeError, BufferError) as error:
+            raise DtypeError(f"{name}: expected an array on the CPU, got {type(value).__name__} ({error})") from None
+    array: Array = value
+    if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
+        raise DtypeError(f"{name}: expected real numbers, got dtype {array.dtype}")
+    return array
+
+
+def output_dtype(q: Array) -> "np.dtype[Any]":
+    """y has q's dtype; integers, which can't hold an average, give float32."""
+    return q.dtype if q.dtype.kind not in "iu" else np.dtype(np.float32)
+
+
+def check_shape(name: str, array: Array, symbols: str, expected: tuple[int | None, ...]) -> None:
+    """ShapeError unless the array has that shape; None stands for any size."""
+    fits = array.ndim == len(expected) and all(
+        e is None or a == e for a, e in zip(array.shape, expected, strict=True)
+    )
+    if not fits:
+        names = [s.strip() for s in symbols.split(",")]
+        sizes = ", ".join(n if e is None else str(e) for n, e in zip(names, expected, strict=True))
+        raise ShapeError(f"{name}: expected shape [{symbols}] = [{sizes}], got {list(array.shape)}")
+
+
+def as_dtype(array: Array, dtype: DTypeLike) -> Array:
+    """C-contiguous, aligned, native and of that dtype; copies only when it must. Too large for float32 becomes inf."""
+    with np.errstate(over="ignore"):
+        return np.require(array, dtype, ("C", "A"))
+
+
+def lengths_array(lengths: Any, B: int, T: int) -> NDArray[np.int64]:
+    """Lengths [B] with 0 ≤ length ≤ T as int64."""
+    array = np.asarray(lengths)
+    if array.dtype.kind not in "iu":
+        raise DtypeError(f"lengths: expected integers, got dtype {array.dtype}")
+    check_shape("lengths", array, "B", (B,))
+    if (array < 0).any() or (array > T).any():
+        raise ValueError(f"lengths: expected numbers from 0 to T = {T}, got {array.tolist()}")
+    return array.astype(np.int64)
+
+
+def active_array(active: Any, B: int) -> NDArray[np.int64]:
+    """The mask `active` bool [B] as lengths of 0 or 1."""
+    array = np.asarray(active)
+    if array.dtype != bool:
+        raise DtypeError(f"active: expected bool, got dtype {array.dtype}")
+    check_shape("active", array, "B", (B,))
+    return array.astype(np.int64)
+
+
+def check_out(out: Any, shape: tuple[int, ...], symbols: str, dtype: "np.dtype[Any]") -> None:
+    """`out` must be a writable, C-contiguous NumPy array of y's shape and dtype."""
+    if not isinstance(out, np.ndarray):
+        raise DtypeError(f"out: expected a NumPy array, got {type(out).__name__}")
+    check_shape("out", out, symbols, shape)
+    if out.dtype != dtype:
+        raise DtypeError(f"out: expected q's dtype {dtype}, got {out.dtype}")
+    if not (out.flags.c_contiguous and out.flags.writeable and out.flags.aligned):
+        raise ValueError("out: expected a C-contiguous, aligned and writable array")
+
+
+def check_apart(out: Array, others: dict[str, Array]) -> None:
+    """`out` may not overlap an input or the state."""
+    for name, other in others.items():
+        if np.may_share_memory(out, other):
+            raise ValueError(f"out: overlaps {name}; give it memory of its own")
+
+
+def check_finite(arrays: dict[str, Array], lengths: NDArray[np.int64] | None) -> None:
+    """NotFiniteError naming the first array [B, T, ...] that holds NaN or inf in a place that counts; g may be -inf."""
+    for name, array in arrays.items():
+        bad = np.isnan(array) | (array == np.inf) if name == "g" else ~np.isfinite(array)
+        if lengths is not None:
+            inside = np.arange(array.shape[1]) < lengths[:, None]
+            bad &= inside.reshape(inside.shape + (1,) * (array.ndim - 2))
+        if bad.any():
+            index = np.argwhere(bad)[0].tolist()
+            raise NotFiniteError(
+                f"{name}: {array[tuple(index)]} at stream {index[0]}, token {index[1]}, index {index[2:]}: it would stay in "
+                "the state for ever; check_finite=False lets it through"
+            )

@@ -1,0 +1,433 @@
+"""LinearAttention: configuration, checks and dispatch of one attention layer."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from linattn_edge import arrays, reference
+from linattn_edge.errors import ShapeError, StateMismatchError
+from linattn_edge.features import FeatureMap, feature_map
+from linattn_edge.kernels.layout import OK, READ, STEP, WRITE
+from linattn_edge.layer import Layer, make_layer, read_metadata
+from linattn_edge.state import State, read_file, state_dtype, write_file
+
+Array = NDArray[Any]
+
+BACKENDS = ("reference", "cpu")
+
+
+class LinearAttention:
+    """Causal linear attention, token by token, in constant memory.
+
+    Args:
+        num_heads: H, query heads.
+        key_dim: K, width of a query/key head.
+        value_dim: V, width of a value head; K by default.
+        num_kv_heads: GQA: N key/value heads, each shared by H/N query heads. q [.., H, K], k and v with N heads.
+        num_value_heads: GVA: N value heads, N/H of them on each key head. q and k with H heads, v with N.
+        feature_map: φ, a name or a FeatureMap (`features.py`).
+        update_rule: "linear", "gated", "delta" or "gated_delta" (`rules.py`).
+        normalize: divide by φ(q)ᵀz. Default: True for "linear" with a positive map, else False.
+        scale: multiplies the output. Default: 1 when normalised, K ** -0.5 otherwise.
+        qk_norm: L2-normalise q and k before φ: x / sqrt(Σx² + 1e-6).
+        decay: constant log decay [N] or [N, F] for the gated rules, instead of g (see `retnet_decay`).
+        eps, eps_mode: "clamp" keeps |denominator| ≥ eps with its sign; "add" gives num / (den + eps).
+        check_finite: refuse NaN and inf in q, k, v, g and beta (g = -inf, a hard reset, is legal).
+        backend: "cpu" (compiled) or "reference" (float64 NumPy).
+        num_threads: threads of a call.
+
+    Shapes: a step takes [B, heads, width], a sequence [B, T, heads, width]; g [B, (T,) N] per head or [B, (T,) N, F] per
+    channel, natural log, ≤ 0; beta [B, (T,) N]. y has max(H, N) heads and q's dtype. Everything is computed in the
+    state's dtype, float32 unless asked otherwise.
+
+    Errors are ValueError and TypeError, raised before the state is touched.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        key_dim: int,
+        value_dim: int | None = None,
+        num_kv_heads: int | None = None,
+        num_value_heads: int | None = None,
+        feature_map: str | FeatureMap = "elu",
+        update_rule: str = "linear",
+        normalize: bool | None = None,
+        scale: float | None = None,
+        qk_norm: bool = False,
+        decay: ArrayLike | None = None,
+        eps: float = 1e-30,
+        eps_mode: str = "clamp",
+        check_finite: bool = True,
+        backend: str = "cpu",
+        num_threads: int = 1,
+    ) -> None:
+        self.layer: Layer = make_layer(
+            num_heads,
+            key_dim,
+            value_dim,
+            num_kv_heads=num_kv_heads,
+            num_value_heads=num_value_heads,
+            feature_map_=feature_map,
+            update_rule=update_rule,
+            normalize=normalize,
+            scale=scale,
+            qk_norm=qk_norm,
+            decay=decay,
+            eps=eps,
+            eps_mode=eps_mode,
+        )
+        if backend not in BACKENDS:
+            raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}; got {backend!r}")
+        if isinstance(num_threads, bool) or not isinstance(num_threads, (int, np.integer)) or num_threads < 1:
+            raise ValueError(f"num_threads: expected a whole number of at least 1, got {num_threads!r}")
+        self.backend = backend
+        self.check_finite = bool(check_finite)
+        self.num_threads = int(num_threads)
+        # what a step needs at hand
+        self._fingerprint = self.layer.fingerprint
+        self._outputs, self._V = self.layer.outputs, self.layer.V
+        self._entries: dict[str, Any] = {}  # compiled steps, by state dtype
+        self._tables: dict[str, tuple[Array, Array, Array]] = {}
+        self._no_beta = {d: np.zeros((0, 0), d) for d in ("float32", "float64")}
+        self._no_lengths = np.zeros(0, np.int64)
+
+    def init_state(self, batch_size: int = 1, dtype: DTypeLike = "float32") -> State:
+        """A fresh state for `batch_size` streams; dtype "float32" or "float64"."""
+        return State(self.layer, batch_size, dtype, check_finite=self.check_finite)
+
+    def step(
+        self,
+        q: ArrayLike,
+        k: ArrayLike,
+        v: ArrayLike,
+        state: State,
+        g: ArrayLike | None = None,
+        beta: ArrayLike | None = None,
+        active: ArrayLike | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        """One token of each stream: write it to the state, in place, and read it back.
+
+        Returns y [B, heads, V], which is `out` when given; then nothing is allocated. Streams whose `active` (bool [B])
+        is False are left as they are, and their output is 0.
+        """
+        try:
+            if state._fingerprint is not self._fingerprint or active is not None:
+                raise TypeError
+            dtype = state._dtype
+            entry = self._entries[dtype]
+            weights, constant, _ = self._tables[dtype]
+            if g is None:
+                g = constant
+            elif constant.size or g.ndim < 2:  # type: ignore[union-attr]
+                raise TypeError
+            elif g.ndim == 2:  # type: ignore[union-attr]
+                g = g[:, :, None]  # type: ignore[index, call-overload]
+            if beta is None:
+                beta = self._no_beta[dtype]
+            y = out if out is not None else np.empty((q.shape[0], self._outputs, self._V), dtype)  # type: ignore[union-attr]
+            if entry(q, k, v, g, beta, self._no_lengths, y, weights, state._block) == OK:
+                return y
+        except (TypeError, KeyError, AttributeError, IndexError):
+            pass  # something the compiled step does not take as it is: see what
+        return self._step_anything(q, k, v, state, g, beta, active, out)
+
+    def _step_anything(
+        self, q: Any, k: Any, v: Any, state: State, g: Any, beta: Any, active: Any, out: Array | None
+    ) -> Array:
+        """The step for any dtype and layout, and the words for what is wrong."""
+        self._check_state(state)
+        constant = self._prepare(state._dtype)
+        if g is constant:
+            g = None
+        if beta is self._no_beta[state._dtype]:
+            beta = None
+        if isinstance(g, np.ndarray) and g.ndim == 3 and g.shape[2] == 1 and self.layer.F != 1:
+            g = g[:, :, 0]
+        lengths = None if active is None else arrays.active_array(active, state.batch_size)
+        y = self._run(STEP, 3, q, k, v, state, g, beta, lengths, out)
+        assert y is not None
+        return y
+
+    def prefill(
+        self,
+        q: ArrayLike,
+        k: ArrayLike,
+        v: ArrayLike,
+        state: State,
+        g: ArrayLike | None = None,
+        beta: ArrayLike | None = None,
+        lengths: ArrayLike | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        """Many tokens, [B, T, heads, width]: the same as T steps. The state is updated in place.
+
+        `lengths` (integers [B]) says how many of the T tokens of each stream are real; the rest is padding on the right,
+        which is not looked at, changes nothing and gives 0.
+        """
+        y = self._run(STEP, 4, q, k, v, state, g, beta, lengths, out)
+        assert y is not None
+        return y
+
+    def write(
+        self,
+        k: ArrayLike,
+        v: ArrayLike,
+        state: State,
+        g: ArrayLike | None = None,
+        beta: ArrayLike | None = None,
+        lengths: ArrayLike | None = None,
+    ) -> None:
+        """The first half of a step or a prefill: fold tokens into the state, in place; no query is needed."""
+        axes = 3 if getattr(k, "ndim", None) == 3 else 4
+        self._run(WRITE, axes, None, k, v, state, g, beta, lengths, None)
+
+    def read(self, q: ArrayLike, state: State, out: Array | None = None) -> Array:
+        """The second half: what the state answers to q. The state is left as it is; a sequence reads it T times."""
+        axes = 3 if getattr(q, "ndim", None) == 3 else 4
+        y = self._run(READ, axes, q, None, None, state, None, None, None, out)
+        assert y is not None
+        return y
+
+    def _check_state(self, state: Any) -> None:
+        if not isinstance(state, State):
+            raise StateMismatchError(f"state: expected a State (attn.init_state()), got {type(state).__name__}")
+        if state._fingerprint != self._fingerprint:
+            raise StateMismatchError(
+                f"state: belongs to another layer: {self.layer.describe_difference(state._layer)}"
+            )
+
+    def _prepare(self, dtype: str) -> Array:
+        """Compile or load the kernels for a state dtype once; returns the constant decay that stands in for g."""
+        if dtype not in self._tables:
+            layer = self.layer
+            width = 1 if layer.rule.decay else 0
+            constant = np.zeros((0, 0, width), dtype) if layer.decay is None else layer.decay[None].astype(dtype)
+            no_sequence = constant[None] if layer.decay is not None else np.zeros((0, 0, 0, width), dtype)
+            self._tables[dtype] = layer.weights.astype(dtype), constant, no_sequence
+            if self.backend == "cpu":
+                from linattn_edge.kernels import cpu
+
+                self._entries[dtype] = cpu.step(dtype)
+        return self._tables[dtype][1]
+
+    def _run(
+        self, mode: int, axes: int, q: Any, k: Any, v: Any, state: State, g: Any, beta: Any, lengths: Any, out: Any
+    ) -> Array | None:
+        """Check everything, bring it to one dtype and layout, run. axes: 3 for a step, 4 for a sequence."""
+        self._check_state(state)
+        layer, B = self.layer, state.batch_size
+        given = {name: arrays.real_array(name, a) for name, a in (("q", q), ("k", k), ("v", v)) if a is not None}
+        first = next(iter(given))
+        lead, sizes = ("B", (B,)) if axes == 3 else ("B, T", (B, None))
+        shapes = {"q": ("H, K", layer.H, layer.K), "k": ("Hk, K", layer.HK, layer.K), "v": ("Hv, V", layer.N, layer.V)}
+        T = 1
+        for name, array in given.items():
+            symbols, *tail = shapes[name]
+            arrays.check_shape(name, array, f"{lead}, {symbols}", (*sizes, *tail))
+            if axes == 4 and name == first:
+                T = array.shape[1]
+                sizes = (B, T)
+        dtype = output = None
+        if "q" in given:
+            output = arrays.output_dtype(given["q"])
+            shape = (*((B,) if axes == 3 else (B, T)), layer.outputs, layer.V)
+            if out is not None:
+                arrays.check_out(out, shape, f"{lead}, heads, V", output)
+        if mode != READ:
+            self._check_gates(given, g, beta, lead, sizes)
+        if lengths is not None and axes == 4:
+            lengths = arrays.lengths_array(lengths, B, T)
+        if out is not None:
+            arrays.check_apart(out, given | {"the state": state._block})
+        dtype = state._dtype
+        ready = {name: arrays.as_dtype(a, dtype) for name, a in given.items()}
+        if axes == 3:
+            ready = {name: a[:, None] for name, a in ready.items()}
+        y = None
+        if output is not None:
+            direct = out if out is not None and output == dtype else np.empty(shape, dtype)
+            y = direct if axes == 4 else direct[:, None]
+        self._call(mode, state, ready, lengths, y)
+        if output is None:
+            return None
+        if out is None:
+            return direct.astype(output, copy=False)
+        if direct is not out:
+            with np.errstate(over="ignore"):
+                out[...] = direct
+        return out  # type: ignore[no-any-return]
+
+    def _check_gates(self, given: dict[str, Array], g: Any, beta: Any, lead: str, sizes: tuple[int | None, ...]) -> None:
+        """Add g as [..., N, 1 or F] and beta to what is given, where the rule takes them."""
+        layer = self.layer
+        name = layer.rule.name
+        if g is not None:
+            if not layer.rule.decay:
+                raise ValueError(f"g: the rule {name!r} takes none; use 'gated' or 'gated_delta'")
+            if layer.decay is not None:
+                raise ValueError("g: this layer has a constant decay; give one of the two")
+            g = arrays.real_array("g", g)
+            if g.ndim == len(sizes) + 1:
+                arrays.check_shape("g", g, f"{lead}, N", (*sizes, layer.N))
+                g = g[..., None]
+            else:
+                arrays.check_shape("g", g, f"{lead}, N, F", (*sizes, layer.N, layer.F))
+            given["g"] = g
+        elif layer.rule.decay and layer.decay is None:
+            raise ValueError(f"g: the rule {name!r} needs log decays [{lead}, N] or [{lead}, N, F] (or decay= in the layer)")
+        if beta is not None:
+            if not layer.rule.beta:
+                raise ValueError(f"beta: the rule {name!r} takes none; use 'delta' or 'gated_delta'")
+            beta = arrays.real_array("beta", beta)
+            arrays.check_shape("beta", beta, f"{lead}, N", (*sizes, layer.N))
+            given["beta"] = beta
+        elif layer.rule.beta:
+            raise ValueError(f"beta: the rule {name!r} needs write strengths [{lead}, N]")
+
+    def _call(
+        self, mode: int, state: State, ready: dict[str, Array], lengths: NDArray[np.int64] | None, y: Array | None
+    ) -> None:
+        """Run checked sequences on the backend."""
+        names = ("q", "k", "v", "g", "beta")
+        if self.backend == "reference":
+            if self.check_finite:
+                arrays.check_finite(ready, lengths)
+            reference.sequence(state, *(ready.get(name) for name in names), lengths, y, mode)
+            return
+        from linattn_edge.kernels import cpu
+
+        dtype = state._dtype
+        self._prepare(dtype)
+        weights, _, constant = self._tables[dtype]
+        none = np.zeros((0, 0, 0, 1), dtype)
+        absent = {"q": none, "k": none, "v": none, "g": constant, "beta": none[..., 0]}
+        inputs = [ready.get(name, absent[name]) for name in names]
+        code = cpu.sequence(dtype)(
+            *inputs,
+            self._no_lengths if lengths is None else lengths,
+            none if y is None else y,
+            weights,
+            state._block,
+            mode,
+        )
+        if code != OK:
+            arrays.check_finite(ready, lengths)
+            raise AssertionError("a compiled kernel refused what was checked")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the configuration and φ's arrays to a safetensors file, atomically."""
+        metadata = self.layer.metadata() | {"check_finite": str(self.check_finite)}
+        write_file(path, dict(self.layer.arrays()), metadata)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], backend: str = "cpu", num_threads: int = 1) -> "LinearAttention":
+        """The layer that `save` wrote."""
+        tensors, metadata = read_file(path)
+        config = read_metadata(metadata, path)
+        try:
+            phi = config["feature_map"]
+            options = {name: value for name, value in config.items() if name not in ("feature_map", "arrays")}
+            if options["normalize"]:
+                options["scale"] = None
+            attn = cls(
+                feature_map=feature_map(**phi),
+                decay=None if "decay" not in tensors else _flat_decay(tensors["decay"]),
+                check_finite=(metadata or {}).get("check_finite") != "False",
+                backend=backend,
+                num_threads=num_threads,
+                **options,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateMismatchError(f"{Path(path)}: not a readable layer ({error})") from None
+        attn.layer.check_metadata(metadata, path)
+        return attn
+
+    def __repr__(self) -> str:
+        la = self.layer
+        return (
+            f"LinearAttention(H={la.H}, N={la.N}, K={la.K}, V={la.V}, {la.phi!r} (F={la.F}), {la.rule.name!r}, "
+            f"normalize={la.normalize}, scale={la.scale:.6g}, backend={self.backend!r})"
+        )
+
+
+def _flat_decay(decay: Array) -> Array:
+    return decay[:, 0] if decay.ndim == 2 and decay.shape[1] == 1 else decay
+
+
+def linear_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    g: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    *,
+    feature_map: str | FeatureMap = "elu",
+    update_rule: str = "linear",
+    initial_state: State | ArrayLike | tuple[ArrayLike, ArrayLike] | None = None,
+    lengths: ArrayLike | None = None,
+    normalize: bool | None = None,
+    scale: float | None = None,
+    qk_norm: bool = False,
+    decay: ArrayLike | None = None,
+    eps: float = 1e-30,
+    eps_mode: str = "clamp",
+    check_finite: bool = True,
+    backend: str = "cpu",
+    num_threads: int = 1,
+    dtype: DTypeLike | None = None,
+) -> tuple[Array, State]:
+    """Attention over whole sequences as a pure function: returns (o, final state) and changes nothing it is given.
+
+    q [B, T, H, K], k [B, T, Hk, K], v [B, T, Hv, V]: Hk = Hv = H is MHA, Hk = Hv < H GQA, Hk = H < Hv GVA. `initial_state` is
+    a State, an array S [B, N, F, V], or a pair (S, z). The options are those of `LinearAttention`; dtype is the state's,
+    float32 or the initial state's unless given.
+    """
+    arrays_ = [arrays.real_array(name, a) for name, a in (("q", q), ("k", k), ("v", v))]
+    for name, a in zip("qkv", arrays_, strict=True):
+        if a.ndim != 4:
+            raise ShapeError(f"{name}: expected shape [B, T, heads, width], got {list(a.shape)}")
+    (B, _, H, K), (_, _, HK, _), (_, _, HV, V) = (a.shape for a in arrays_)
+    attn = LinearAttention(
+        H,
+        K,
+        V,
+        num_kv_heads=HK if HK != H else None,
+        num_value_heads=HV if HK == H and HV != H else None,
+        feature_map=feature_map,
+        update_rule=update_rule,
+        normalize=normalize,
+        scale=scale,
+        qk_norm=qk_norm,
+        decay=decay,
+        eps=eps,
+        eps_mode=eps_mode,
+        check_finite=check_finite,
+        backend=backend,
+        num_threads=num_threads,
+    )
+    if initial_state is None:
+        state = attn.init_state(B, "float32" if dtype is None else dtype)
+    elif isinstance(initial_state, State):
+        attn._check_state(initial_state)
+        state = initial_state.copy()
+        if dtype is not None and state_dtype(dtype) != state.dtype.name:
+            state = State.from_arrays(attn, state.S, state.z, state.position, dtype)
+    else:
+        S, z = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
+        state = State.from_arrays(attn, S, z, dtype="float32" if dtype is None else dtype)
+    o = attn.prefill(*arrays_, state, g=g, beta=beta, lengths=lengths)
+    return o, state
+
+
+def warmup(attn: LinearAttention, dtype: DTypeLike = "float32") -> None:
+    """Compile, or load from the cache, all that `attn` needs, so that its first token costs what the others do."""
+    if attn.backend == "cpu":
+        from linattn_edge.kernels import cpu
+
+        attn._prepare(state_dtype(dtype))
+        cpu.sequence(state_dtype(dtype))

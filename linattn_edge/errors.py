@@ -1,0 +1,17 @@
+"""What goes wrong, by kind. Each is raised before anything changes, and says what was expected and what was got."""
+
+
+class ShapeError(ValueError):
+    """An array's shape does not fit the layer or its neighbours."""
+
+
+class DtypeError(TypeError):
+    """An array's element type can't be used here."""
+
+
+class NotFiniteError(ValueError):
+    """NaN or inf where `check_finite` is on."""
+
+
+class StateMismatchError(ValueError):
+    """A state, or a file that holds one, belongs to another layer configuration."""

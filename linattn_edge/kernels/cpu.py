@@ -1,0 +1,415 @@
+"""The CPU kernels: one body, `advance`, serves a step and a prefill, every rule and every built-in feature map.
+
+For each state head of each stream, pieces of up to `PIECE` tokens are packed head-major into scratch: φ(k), φ(q), the
+decay Λ = exp(g), v. The normaliser z, which does not depend on S, is advanced there too. Then each block of columns of
+S takes all tokens of the piece; from `DENSE` tokens on, it is copied into a dense buffer first, so that it stays in L1.
+A step is a piece of one token, worked on in place. Both therefore round alike.
+
+Compiled entries check shapes, finiteness and overlap themselves, before anything changes, and return a code
+(layout.OK or what is wrong); the caller finds the words.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from linattn_edge.features import MAPS
+from linattn_edge.kernels import layout, maths
+from linattn_edge.kernels.jit import device, kernel, switch
+from linattn_edge.kernels.lanes import Operations, flat, operations, view
+from linattn_edge.kernels.layout import NARROW, READ, STEP, WIDE, WRITE
+from linattn_edge.rules import LOOPS
+
+DENSE = 4  # tokens from which copying a block of columns into a dense buffer pays
+
+B, H, HK, N, K, V, F, VP = (getattr(layout, name) for name in ("B", "H", "HK", "N", "K", "V", "F", "VP"))
+
+exp = maths.exp
+MAP_CODES = {name: code for code, name in enumerate(MAPS)}
+RULE_CODES = {loop: code for code, loop in enumerate(LOOPS)}
+
+
+features = switch([cls.loop for cls in MAPS.values()], "x, y, weights, position")
+
+
+@device
+def phi(code, norm, x, y, weights, position, scratch):  # type: ignore[no-untyped-def]
+    """y = φ(x), or φ of x / sqrt(Σx² + 1e-6), the L2 norm that delta-rule models put on q and k."""
+    factor = scratch.dtype.type(1)
+    if norm:
+        factor /= scratch.dtype.type(np.sqrt(dot(x, x) + scratch.dtype.type(1e-6)))
+    for i in range(x.size):
+        scratch[i] = x[i] * factor
+    features(code, scratch, y, weights, position)
+
+
+@device
+def fill(y, value):  # type: ignore[no-untyped-def]
+    for i in range(y.size):
+        y[i] = value
+
+
+@device
+def exp_into(g, y):  # type: ignore[no-untyped-def]
+    """y = exp(g), one number for all of y or one each."""
+    if g.size == 1:
+        fill(y, exp(g[0]))
+    else:
+        for i in range(y.size):
+            y[i] = exp(g[i])
+
+
+@device
+def advance_z(z, k, decay):  # type: ignore[no-untyped-def]
+    for i in range(z.size):
+        z[i] = decay[i] * z[i] + k[i]
+
+
+@device
+def dot(a, b):  # type: ignore[no-untyped-def]
+    total = a.dtype.type(0)
+    for i in range(a.size):
+        total += a[i] * b[i]
+    return total
+
+
+@device
+def product(a, b, y):  # type: ignore[no-untyped-def]
+    for i in range(y.size):
+        y[i] = a[i] * b[i]
+
+
+@device
+def divisor(den, eps, add):  # type: ignore[no-untyped-def]
+    """den + eps, or den kept at least eps away from zero, on its own side."""
+    if add:
+        return den + eps
+    if den < 0:
+        return min(den, -eps)
+    return max(den, eps) if den == den else den
+
+
+def weighted_rows(op: Operations) -> Callable[..., None]:
+    """y = Σ_i w[q + i] · row i of S, for one block of columns: how a state is read, and a cache of values too."""
+    load, store, item, fma, zero = op.load, op.store, op.item, op.fma, op.zero
+
+    @device
+    def read(S, at, stride, F, w, q, y):  # type: ignore[no-untyped-def]
+        total = zero(load(S, at))
+        for i in range(F):
+            total = fma(item(w, q + i), load(S, at), total)
+            at += stride
+        store(w, y, total)
+
+    return read  # type: ignore[no-any-return]
+
+
+def _columns(op: Operations, width: int) -> Callable[..., None]:
+    """One block of `width` columns of one state head, taken through a piece of `count` tokens."""
+    load, store, item = op.load, op.store, op.item
+    read = weighted_rows(op)
+    update = switch(
+        [loop(op) for loop in LOOPS], "S, at, stride, F, w, k, q, decay, decayed_k, decayed_q, v, y, beta, qk"
+    )
+
+    @device
+    def columns(rule, mode, S, at, F, VP, c, w, count, r, k, q, decay, dk, dq, v, y, beta, qk, buffer):  # type: ignore[no-untyped-def]
+        dense = count >= DENSE
+        block, origin, stride = S, at + c, VP
+        if dense:
+            for i in range(F):
+                store(w, buffer + i * width, load(S, at + c + i * VP))
+            block, origin, stride = w, buffer, width
+        group_f, group_v = count * F, count * VP
+        for t in range(count):
+            f, o = t * F, t * VP + c
+            first = 0
+            if mode != READ:
+                update(
+                    rule, block, origin, stride, F, w, k + f, q + f, decay + f, dk + f, dq + f, v + o, y + o,
+                    item(w, beta + t), item(w, qk + t),
+                )  # fmt: skip
+                first = 1
+            if mode != WRITE:
+                for j in range(first, r):
+                    read(block, origin, stride, F, w, q + j * group_f + f, y + j * group_v + o)
+        if dense and mode != READ:
+            for i in range(F):
+                store(S, at + c + i * VP, load(w, buffer + i * width))
+
+    return columns  # type: ignore[no-any-return]
+
+
+wide = _columns(operations(WIDE), WIDE)
+narrow = _columns(operations(NARROW), NARROW)
+
+
+@device
+def advance(header, reals, position, S, z, w, piece, weights, q, k, v, g, beta, lengths, out, T, width, mode, first, last):  # type: ignore[no-untyped-def]
+    """Take state heads first … last of B·N through T tokens. q, k, v, g, beta, out, S, z and w are flat."""
+    H_, HK_, N_, K_, V_, F_, VP_ = header[H], header[HK], header[N], header[K], header[V], header[F], header[VP]
+    r = max(1, H_ // N_)  # query heads that read one state
+    shared = max(1, N_ // H_)  # states that share one query head
+    keys = N_ // HK_  # states that share one key head
+    outputs = max(H_, N_)
+    rule, code, norm = header[layout.RULE], header[layout.MAP], header[layout.QK_NORM] != 0
+    normalize, add = header[layout.NORMALIZE] != 0, header[layout.EPS_ADD] != 0
+    takes_beta = header[layout.TAKES_BETA] != 0
+    constant = header[layout.CONSTANT_DECAY] != 0
+    scale, eps = w.dtype.type(reals[0]), w.dtype.type(reals[1])
+    one, nothing = w.dtype.type(1), w.dtype.type(0)
+    sides, heads = weights.shape[0], weights.shape[1]
+
+    at_k = 0
+    at_q = at_k + piece * F_
+    at_decay = at_q + r * piece * F_
+    at_dk = at_decay + piece * F_
+    at_dq = at_dk + piece * F_
+    at_v = at_dq + piece * F_
+    at_y = at_v + piece * VP_
+    at_beta = at_y + r * piece * VP_
+    at_qk = at_beta + piece
+    at_den = at_qk + piece
+    at_x = at_den + r * piece
+    buffer = at_x + K_
+    scratch = w[at_x : at_x + K_]
+
+    for unit in range(first, last):
+        b, n = unit // N_, unit % N_
+        length = lengths[b] if lengths.size > 0 else T
+        zn = z[unit * F_ : unit * F_ + F_] if normalize else z[:0]
+        hk = n // keys
+        for start in range(0, length, piece):
+            count = min(piece, length - start)
+            for t in range(count):
+                row = b * T + start + t
+                kt = w[at_k + t * F_ : at_k + t * F_ + F_]
+                now = position[b] + start + t
+                if mode != READ:
+                    x = (row * HK_ + hk) * K_
+                    phi(code, norm, k[x : x + K_], kt, weights[0, hk % heads], now, scratch)
+                    decay = w[at_decay + t * F_ : at_decay + t * F_ + F_]
+                    if width > 0:
+                        x = ((0 if constant else row * N_) + n) * width
+                        exp_into(g[x : x + width], decay)
+                    else:
+                        fill(decay, one)
+                    vt = w[at_v + t * VP_ : at_v + t * VP_ + VP_]
+                    x = (row * N_ + n) * V_
+                    for i in range(V_):
+                        vt[i] = v[x + i]
+                    for i in range(V_, VP_):
+                        vt[i] = 0
+                    if takes_beta:
+                        w[at_beta + t] = beta[row * N_ + n]
+                    if normalize:
+                        advance_z(zn, kt, decay)
+                else:
+                    now = max(0, position[b] - 1)
+                for j in range(r):
+                    a = at_q + (j * count + t) * F_
+                    qt = w[a : a + F_]
+                    if mode == WRITE:
+                        fill(qt, nothing)
+                    else:
+                        h = n // shared if shared > 1 else n * r + j
+                        x = (row * H_ + h) * K_
+                        phi(code, norm, q[x : x + K_], qt, weights[sides - 1, h % heads], now, scratch)
+                    if normalize:
+                        w[at_den + j * count + t] = divisor(dot(qt, zn), eps, add)
+                if takes_beta and mode != READ:
+                    qt = w[at_q + t * F_ : at_q + t * F_ + F_]
+                    product(kt, decay, w[at_dk + t * F_ : at_dk + t * F_ + F_])
+                    product(qt, decay, w[at_dq + t * F_ : at_dq + t * F_ + F_])
+                    w[at_qk + t] = dot(qt, kt)
+            at = unit * F_ * VP_
+            c = 0
+            while c + WIDE <= VP_:
+                wide(
+                    rule, mode, S, at, F_, VP_, c, w, count, r, at_k, at_q, at_decay, at_dk, at_dq, at_v, at_y,
+                    at_beta, at_qk, buffer,
+                )  # fmt: skip
+                c += WIDE
+            while c < VP_:
+                narrow(
+                    rule, mode, S, at, F_, VP_, c, w, count, r, at_k, at_q, at_decay, at_dk, at_dq, at_v, at_y,
+                    at_beta, at_qk, buffer,
+                )  # fmt: skip
+                c += NARROW
+            if mode != WRITE:
+                for t in range(count):
+                    for j in range(r):
+                        a = at_y + (j * count + t) * VP_
+                        yt = w[a : a + V_]
+                        x = ((b * T + start + t) * outputs + n * r + j) * V_
+                        ot = out[x : x + V_]
+                        factor = scale / w[at_den + j * count + t] if normalize else scale
+                        for i in range(V_):
+                            ot[i] = yt[i] * factor
+        if mode != WRITE:
+            for t in range(length, T):
+                x = ((b * T + t) * outputs + n * r) * V_
+                fill(out[x : x + r * V_], nothing)
+
+
+@device
+def finite(x, largest):  # type: ignore[no-untyped-def]
+    bad = 0
+    for i in range(x.size):
+        bad |= 0 if abs(x[i]) <= largest else 1
+    return bad == 0
+
+
+@device
+def below_infinity(x, largest):  # type: ignore[no-untyped-def]
+    """No NaN and no +inf: a log decay of -inf is a hard reset."""
+    bad = 0
+    for i in range(x.size):
+        bad |= 0 if x[i] <= largest else 1
+    return bad == 0
+
+
+@device
+def all_finite(header, lengths, T, q, k, v, g, beta, largest):  # type: ignore[no-untyped-def]
+    """Whether every number that will be looked at is finite. Arrays are flat, the T tokens of one stream adjacent."""
+    B_ = header[B]
+    gs = 0 if header[layout.CONSTANT_DECAY] != 0 else g.size // (B_ * T)
+    qs, ks, vs, bs = q.size // (B_ * T), k.size // (B_ * T), v.size // (B_ * T), beta.size // (B_ * T)
+    for b in range(B_):
+        a = b * T
+        e = a + (lengths[b] if lengths.size > 0 else T)
+        if not (
+            finite(q[a * qs : e * qs], largest)
+            and finite(k[a * ks : e * ks], largest)
+            and finite(v[a * vs : e * vs], largest)
+            and below_infinity(g[a * gs : e * gs], largest)
+            and finite(beta[a * bs : e * bs], largest)
+        ):
+            return False
+    return True
+
+
+@device
+def overlap(a, b):  # type: ignore[no-untyped-def]
+    start, other = a.ctypes.data, b.ctypes.data
+    return start < other + b.size * b.itemsize and other < start + a.size * a.itemsize
+
+
+piece_length, work_size = device(layout.piece_length), device(layout.work_size)
+
+
+def _build_step(dtype: str, stamp: int) -> Callable[..., int]:
+    item, itemsize = np.dtype(dtype).type, np.dtype(dtype).itemsize
+    largest = np.finfo(dtype).max
+
+    def step(q, k, v, g, beta, lengths, out, weights, block):  # type: ignore[no-untyped-def]
+        """One token of each stream; q, k, v, g, out [B, heads, width], beta [B, N], lengths [B] of 0 or 1, or empty."""
+        _ = stamp
+        header = view(block, 0, layout.HEADER, np.int64)
+        B_, H_, HK_, N_, K_, V_ = header[B], header[H], header[HK], header[N], header[K], header[V]
+        width = g.shape[2]
+        if (
+            q.shape != (B_, H_, K_)
+            or k.shape != (B_, HK_, K_)
+            or v.shape != (B_, N_, V_)
+            or out.shape != (B_, max(H_, N_), V_)
+            or beta.shape != ((B_, N_) if header[layout.TAKES_BETA] != 0 else (0, 0))
+            or (lengths.size != B_ and lengths.size != 0)
+        ):
+            return layout.REFUSED
+        if header[layout.CONSTANT_DECAY] == 0:
+            if header[layout.TAKES_DECAY] == 0:
+                if g.size > 0:
+                    return layout.REFUSED
+            elif g.shape != (B_, N_, width) or (width != 1 and width != header[F]):
+                return layout.REFUSED
+        if B_ == 0:
+            return layout.OK
+        flat_q, flat_k, flat_v, flat_g, flat_beta = flat(q), flat(k), flat(v), flat(g), flat(beta)
+        flat_out = flat(out)
+        if header[layout.CHECK_FINITE] != 0 and not all_finite(
+            header, lengths, 1, flat_q, flat_k, flat_v, flat_g, flat_beta, largest
+        ):
+            return layout.REFUSED
+        if (
+            overlap(out, q) or overlap(out, k) or overlap(out, v) or overlap(out, g) or overlap(out, beta)
+            or overlap(out, block)
+        ):  # fmt: skip
+            return layout.REFUSED
+        reals = view(block, 8 * layout.SCALE, 2, np.float64)
+        position = view(block, header[layout.AT_POSITION], B_, np.int64)
+        S = view(block, header[layout.AT_S], (header[layout.AT_Z] - header[layout.AT_S]) // itemsize, item)
+        z = view(block, header[layout.AT_Z], (header[layout.AT_WORK] - header[layout.AT_Z]) // itemsize, item)
+        w = view(block, header[layout.AT_WORK], (header[layout.END] - header[layout.AT_WORK]) // itemsize, item)
+        advance(
+            header, reals, position, S, z, w, 1, weights, flat_q, flat_k, flat_v, flat_g, flat_beta, lengths, flat_out,
+            1, width, STEP, 0, B_ * N_,
+        )  # fmt: skip
+        for b in range(B_):
+            position[b] += lengths[b] if lengths.size > 0 else 1
+        return layout.OK
+
+    return step
+
+
+def _build_sequence(dtype: str, stamp: int) -> Callable[..., int]:
+    item, itemsize = np.dtype(dtype).type, np.dtype(dtype).itemsize
+    largest = np.finfo(dtype).max
+
+    def sequence(q, k, v, g, beta, lengths, out, weights, block, mode):  # type: ignore[no-untyped-def]
+        """T tokens of each stream, shapes checked by the caller; arrays [B, T, heads, width], beta [B, T, N].
+
+        mode STEP writes then reads each token, WRITE has no q and no out, READ no k, v, g and beta.
+        """
+        _ = stamp
+        header = view(block, 0, layout.HEADER, np.int64)
+        B_, H_, N_, K_, F_, VP_ = header[B], header[H], header[N], header[K], header[F], header[VP]
+        T = k.shape[1] if mode == WRITE else q.shape[1]
+        if B_ == 0 or T == 0:
+            return layout.OK
+        flat_q, flat_k, flat_v, flat_g, flat_beta = flat(q), flat(k), flat(v), flat(g), flat(beta)
+        if header[layout.CHECK_FINITE] != 0 and not all_finite(
+            header, lengths, T, flat_q, flat_k, flat_v, flat_g, flat_beta, largest
+        ):
+            return layout.REFUSED
+        piece = min(T, piece_length(H_, N_, K_, F_, VP_, itemsize))
+        w = np.empty(work_size(piece, H_, N_, K_, F_, VP_), item)
+        reals = view(block, 8 * layout.SCALE, 2, np.float64)
+        position = view(block, header[layout.AT_POSITION], B_, np.int64)
+        S = view(block, header[layout.AT_S], (header[layout.AT_Z] - header[layout.AT_S]) // itemsize, item)
+        z = view(block, header[layout.AT_Z], (header[layout.AT_WORK] - header[layout.AT_Z]) // itemsize, item)
+        advance(
+            header, reals, position, S, z, w, piece, weights, flat_q, flat_k, flat_v, flat_g, flat_beta, lengths,
+            flat(out), T, g.shape[3], mode, 0, B_ * N_,
+        )  # fmt: skip
+        if mode != READ:
+            for b in range(B_):
+                position[b] += lengths[b] if lengths.size > 0 else T
+        return layout.OK
+
+    return sequence
+
+
+def _signature(dtype: str, axes: int) -> tuple[Any, ...]:
+    real = types.float32 if dtype == "float32" else types.float64
+
+    def taken(ndim: int, of: Any = real) -> Any:
+        return types.Array(of, ndim, "C", readonly=True)
+
+    arrays = [taken(axes)] * 4 + [taken(axes - 1), taken(1, types.int64)]
+    return (*arrays, types.Array(real, axes, "C"), taken(3), types.Array(types.uint8, 1, "C"))
+
+
+@functools.cache
+def step(dtype: str) -> Callable[..., int]:
+    """The compiled step for states of that dtype; it checks its arguments and returns a layout code."""
+    return kernel(functools.partial(_build_step, dtype), _signature(dtype, 3))
+
+
+@functools.cache
+def sequence(dtype: str) -> Callable[..., int]:
+    """The compiled prefill, write and read for states of that dtype; arguments are checked by the caller."""
+    return kernel(functools.partial(_build_sequence, dtype), (*_signature(dtype, 4), types.int64))

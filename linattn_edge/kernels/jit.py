@@ -1,0 +1,113 @@
+"""The one place with Numba options and the cache policy.
+
+`device(fn)` marks a plain function as callable from any kernel, on any target. `kernel(build, signature)` compiles an
+entry point for one signature, caches it, and refuses every other signature with a TypeError.
+
+Numba's own cache only watches the file that holds the jitted function. So each entry carries, as a closure constant,
+a hash of every source file that can end up in it: edit or upgrade one in place and the old machine code is not found.
+"""
+
+import hashlib
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba import njit, types
+from numba.core.caching import CompileResultCacheImpl
+from numba.extending import intrinsic, overload, register_jitable
+
+from linattn_edge.kernels import maths
+
+DISABLED = bool(numba.config.DISABLE_JIT)  # NUMBA_DISABLE_JIT=1: the same loops, interpreted
+
+# nnan and ninf stay off: NaN and inf mean what they say. reassoc lets sums vectorise.
+OPTIONS: dict[str, Any] = {
+    "nogil": True,
+    "error_model": "numpy",
+    "boundscheck": False,
+    "fastmath": {"nsz", "contract", "reassoc"},  # a set: sort it where order shows
+}
+
+
+def _source_stamp() -> int:
+    here = Path(__file__).parent
+    digest = hashlib.sha256(repr(sorted(OPTIONS["fastmath"])).encode())
+    for path in sorted([*here.glob("*.py"), here.parent / "rules.py", here.parent / "features.py"]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return int.from_bytes(digest.digest()[:6], "little")
+
+
+SOURCE_STAMP = _source_stamp()
+
+
+def device(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` itself, from now on callable from compiled code (CPU, CUDA and the CUDA simulator)."""
+    return register_jitable(fn)  # type: ignore[no-any-return]
+
+
+def switch(functions: Sequence[Callable[..., Any]], arguments: str) -> Callable[..., Any]:
+    """A function `choose(code, <arguments>)` that calls functions[code](<arguments>).
+
+    It is written out as an if-chain, since Numba can't index a table of functions without an indirect call.
+    """
+    names = {f"function{code}": device(function) for code, function in enumerate(functions)}
+    lines = [f"def choose(code, {arguments}):"]
+    lines += [f"    if code == {code}: return {name}({arguments})" for code, name in enumerate(names)]
+    exec("\n".join(lines), names)
+    return device(names["choose"])
+
+
+def kernel(build: Callable[[int], Callable[..., int]], signature: tuple[Any, ...]) -> Callable[..., int]:
+    """Compile `build(SOURCE_STAMP)`, a function that refers to its argument, for exactly one signature."""
+    function = build(SOURCE_STAMP)
+    if DISABLED:
+        return function
+    try:
+        compiled = njit(cache=True, **OPTIONS)(function)
+    except RuntimeError as error:  # Numba: "no locator available"
+        warnings.warn(
+            f"kernels are compiled anew in each process: no cache folder can be written ({error}); "
+            "set NUMBA_CACHE_DIR to one that can",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        compiled = njit(**OPTIONS)(function)
+    compiled.compile(signature)
+    compiled.disable_compile()
+    return compiled  # type: ignore[no-any-return]
+
+
+def cache_folder() -> str | None:
+    """Where compiled kernels are kept, or None when no folder can be written."""
+
+    def probe() -> None: ...
+
+    probe.__code__ = probe.__code__.replace(co_filename=str(Path(__file__).with_name("cpu.py")))
+    try:
+        return str(CompileResultCacheImpl(probe).locator.get_cache_path())
+    except RuntimeError:
+        return None
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _bitcast(typing, bits):  # type: ignore[no-untyped-def]
+    return types.float32(types.int32), lambda context, builder, signature, args: builder.bitcast(args[0], ir.FloatType())
+
+
+@overload(maths.from_bits)
+def _from_bits(bits):  # type: ignore[no-untyped-def]
+    return lambda bits: _bitcast(bits)
+
+
+exp32 = device(maths.exp32)
+
+
+@overload(maths.exp)
+def _exp(x):  # type: ignore[no-untyped-def]
+    if x == types.float32:
+        return lambda x: exp32(x)
+    return lambda x: math.exp(x)

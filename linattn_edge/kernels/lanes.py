@@ -1,0 +1,205 @@
+"""SIMD lanes: one value of type Lanes is `width` neighbouring numbers, kept in vector registers.
+
+LLVM splits a wide lane into the machine's own registers (4 AVX2, 2 AVX-512 or 8 NEON registers for 32 floats), so a
+loop written with lanes keeps its accumulators out of memory, which plain loops over arrays do not achieve: LLVM can't
+prove that a state and its inputs do not overlap. With the JIT off, a lane is a short NumPy array.
+
+`operations(width)` gives load, store and item; `fma`, `mul` and `zero` serve every width. Offsets are into flat
+arrays, in numbers, and are not checked. A GPU thread is a lane of width 1: the same loops, scalar loads.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.datamodel.models import PrimitiveModel
+from numba.extending import intrinsic, register_model
+
+from linattn_edge.kernels.jit import DISABLED
+
+_SUFFIX = {types.float32: "f32", types.float64: "f64"}
+_ELEMENT = {types.float32: ir.FloatType(), types.float64: ir.DoubleType()}
+
+
+class Lanes(types.Type):  # type: ignore[misc]
+    """Numba type of `width` numbers of one dtype."""
+
+    def __init__(self, scalar: Any, width: int) -> None:
+        self.scalar = scalar
+        self.suffix = f"v{width}{_SUFFIX[scalar]}"
+        self.vector = ir.VectorType(_ELEMENT[scalar], width)
+        self.align = scalar.bitwidth // 8
+        super().__init__(f"Lanes({scalar}, {width})")
+
+
+@register_model(Lanes)
+class _LanesModel(PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, lanes: Lanes) -> None:
+        super().__init__(manager, lanes, lanes.vector)
+
+
+class Operations(NamedTuple):
+    """What a rule's loop is written with: see `rules.py`."""
+
+    load: Any  # load(a, at): lanes from a[at:at + width]
+    store: Any  # store(a, at, lanes)
+    item: Any  # item(a, at): one number, no negative-index check
+    fma: Any  # fma(x, y, z): x * y + z, rounded once where the machine can; x a number or lanes
+    mul: Any  # mul(x, y): x * y; x a number or lanes
+    sub: Any  # sub(x, y): x - y, both lanes
+    zero: Any  # zero(y): lanes of zeros like y
+
+
+def _pointer(context: Any, builder: Any, array_type: Any, array: Any, at: Any, pointee: Any) -> Any:
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [at]), pointee.as_pointer())
+
+
+def _spread(builder: Any, value: Any, vector: Any) -> Any:
+    """A number as lanes; lanes as they are."""
+    if value.type == vector:
+        return value
+    index = ir.IntType(32)
+    empty = ir.Constant(vector, ir.Undefined)
+    one = builder.insert_element(empty, value, ir.Constant(index, 0))
+    return builder.shuffle_vector(one, empty, ir.Constant(ir.VectorType(index, vector.count), [0] * vector.count))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _fma(typing: Any, x: Any, y: Any, z: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector = args[2].type
+        name = f"llvm.fmuladd.{z.suffix}"
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), name)
+        return builder.call(function, [_spread(builder, args[0], vector), args[1], args[2]])
+
+    return z(x if isinstance(x, Lanes) else z.scalar, y, z), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _mul(typing: Any, x: Any, y: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fmul(_spread(builder, args[0], args[1].type), args[1])
+
+    return y(x if isinstance(x, Lanes) else y.scalar, y), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _sub(typing: Any, x: Any, y: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fsub(*args)
+
+    return x(x, y), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _zero(typing: Any, y: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.Constant(args[0].type, None)
+
+    return y(y), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _item(typing: Any, array: Any, at: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.load(builder.gep(data, [args[1]]))
+
+    return array.dtype(array, types.intp), code
+
+
+def _compiled(width: int) -> Operations:
+    @intrinsic  # type: ignore[untyped-decorator]
+    def load(typing: Any, array: Any, at: Any) -> Any:
+        lanes = Lanes(array.dtype, width)
+
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            value = builder.load(_pointer(context, builder, signature.args[0], *args, lanes.vector))
+            value.align = lanes.align
+            return value
+
+        return lanes(array, types.intp), code
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def store(typing: Any, array: Any, at: Any, value: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            target = _pointer(context, builder, signature.args[0], args[0], args[1], value.vector)
+            builder.store(args[2], target).align = value.align
+            return context.get_dummy_value()
+
+        return types.void(array, types.intp, value), code
+
+    return Operations(load, store, _item, _fma, _mul, _sub, _zero)
+
+
+def _interpreted(width: int) -> Operations:
+    def load(array: Any, at: int) -> Any:
+        return array[at : at + width].copy()
+
+    def store(array: Any, at: int, value: Any) -> None:
+        array[at : at + width] = value
+
+    return Operations(
+        load,
+        store,
+        item=lambda array, at: array[at],
+        fma=lambda x, y, z: x * y + z,
+        mul=lambda x, y: x * y,
+        sub=lambda x, y: x - y,
+        zero=np.zeros_like,
+    )
+
+
+def operations(width: int) -> Operations:
+    """Lane operations, `width` numbers at a time, on arrays of float32 or float64."""
+    return _interpreted(width) if DISABLED else _compiled(width)
+
+
+def _borrow(context: Any, builder: Any, result: Any, pointer: Any, count: Any) -> Any:
+    """A 1-D array over memory that somebody else keeps alive: no reference counting."""
+    array = context.make_array(result)(context, builder)
+    itemsize = context.get_constant(types.intp, result.dtype.bitwidth // 8)
+    context.populate_array(
+        array,
+        data=builder.bitcast(pointer, array.data.type),
+        shape=cgutils.pack_array(builder, [count]),
+        strides=cgutils.pack_array(builder, [itemsize]),
+        itemsize=itemsize,
+        meminfo=None,
+    )
+    return array._getvalue()
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _view(typing: Any, block: Any, at: Any, count: Any, dtype: Any) -> Any:
+    result = types.Array(dtype.dtype, 1, "C", readonly=not block.mutable)
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return _borrow(context, builder, result, builder.gep(data, [args[1]]), args[2])
+
+    return result(block, types.intp, types.intp, dtype), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _flat(typing: Any, array: Any) -> Any:
+    result = types.Array(array.dtype, 1, "C", readonly=not array.mutable)
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source = context.make_array(signature.args[0])(context, builder, args[0])
+        return _borrow(context, builder, result, source.data, source.nitems)
+
+    return result(array), code
+
+
+def _interpreted_view(block: Any, at: int, count: int, dtype: Any) -> Any:
+    return block[at : at + count * np.dtype(dtype).itemsize].view(dtype)
+
+
+# view(block, at, count, dtype): numbers from byte `at` of a byte array; flat(array): a C-contiguous array in one axis.
+# NumPy's own methods would compile their error messages into every kernel.
+view = _interpreted_view if DISABLED else _view
+flat = (lambda array: array.reshape(-1)) if DISABLED else _flat

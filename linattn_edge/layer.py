@@ -1,0 +1,189 @@
+"""Layer: the configuration that gives a state its shape and meaning, checked once and then fixed."""
+
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from linattn_edge.errors import ShapeError, StateMismatchError
+from linattn_edge.features import FeatureMap, feature_map
+from linattn_edge.rules import RULES, Rule
+
+FORMAT_VERSION = "1"
+
+
+def _size(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
+    return int(value)
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """Sizes, rule, feature map and constants of one attention layer; two layers with the same ones are equal.
+
+    H query heads, HK key heads, N state heads, widths K, V and F; see `LinearAttention` for what each option means.
+    """
+
+    H: int
+    HK: int
+    N: int
+    K: int
+    V: int
+    F: int
+    phi: FeatureMap
+    rule: Rule
+    normalize: bool
+    scale: float
+    qk_norm: bool
+    decay: NDArray[np.float64] | None  # [N, 1] or [N, F]
+    eps: float
+    eps_mode: str
+    weights: NDArray[np.float64] = field(repr=False)  # φ's, [sides, heads, P]
+    fingerprint: str = field(default="", repr=False)
+
+    @property
+    def outputs(self) -> int:
+        """Heads of the output."""
+        return max(self.H, self.N)
+
+    def config(self) -> dict[str, Any]:
+        """The configuration as JSON values; arrays (`arrays()`) are named by their digest."""
+        return {
+            "num_heads": self.H,
+            "num_kv_heads": self.N if self.N < self.H else None,
+            "num_value_heads": self.N if self.N > self.H else None,
+            "key_dim": self.K,
+            "value_dim": self.V,
+            "feature_map": self.phi.config(),
+            "update_rule": self.rule.name,
+            "normalize": self.normalize,
+            "scale": self.scale,
+            "qk_norm": self.qk_norm,
+            "eps": self.eps,
+            "eps_mode": self.eps_mode,
+            "arrays": {name: hashlib.sha256(a.tobytes()).hexdigest() for name, a in self.arrays().items()},
+        }
+
+    def arrays(self) -> dict[str, NDArray[np.float64]]:
+        """What the configuration holds besides JSON values."""
+        arrays = {} if self.decay is None else {"decay": self.decay}
+        return arrays | ({"feature_map.weights": self.weights} if self.weights.size else {})
+
+    def metadata(self) -> dict[str, str]:
+        """The header of a saved file."""
+        return {"format_version": FORMAT_VERSION, "layer": json.dumps(self.config(), sort_keys=True)}
+
+    def check_metadata(self, metadata: Mapping[str, str] | None, path: Any) -> None:
+        """Refuse a file that another configuration wrote, naming every difference."""
+        theirs = read_metadata(metadata, path)
+        mine = self.config()
+        differences = [
+            f"{name}: {path} has {theirs.get(name)!r}, the layer has {mine[name]!r}"
+            for name in mine
+            if theirs.get(name) != mine[name]
+        ]
+        if differences:
+            raise StateMismatchError("the file belongs to another layer: " + "; ".join(differences))
+
+    def describe_difference(self, other: "Layer") -> str:
+        """Where two configurations differ, in one line."""
+        mine, theirs = self.config(), other.config()
+        return "; ".join(f"{n}: {theirs[n]!r} instead of {mine[n]!r}" for n in mine if mine[n] != theirs[n])
+
+
+def read_metadata(metadata: Mapping[str, str] | None, path: Any) -> dict[str, Any]:
+    """The configuration in a saved file's header; refuses headers that are not ours or of a later format."""
+    version = (metadata or {}).get("format_version")
+    if metadata is None or version is None or "layer" not in metadata:
+        raise StateMismatchError(f"{path}: not a linattn_edge file (no format_version and layer in its metadata)")
+    if version != FORMAT_VERSION:
+        raise StateMismatchError(f"{path}: format_version {version!r} is not readable; expected {FORMAT_VERSION!r}")
+    try:
+        config = json.loads(metadata["layer"])
+    except json.JSONDecodeError as error:
+        raise StateMismatchError(f"{path}: the layer in its metadata is not JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise StateMismatchError(f"{path}: the layer in its metadata is not an object")
+    return config
+
+
+def make_layer(
+    num_heads: int,
+    key_dim: int,
+    value_dim: int | None = None,
+    *,
+    num_kv_heads: int | None = None,
+    num_value_heads: int | None = None,
+    feature_map_: str | FeatureMap = "elu",
+    update_rule: str = "linear",
+    normalize: bool | None = None,
+    scale: float | None = None,
+    qk_norm: bool = False,
+    decay: ArrayLike | None = None,
+    eps: float = 1e-30,
+    eps_mode: str = "clamp",
+) -> Layer:
+    """Check a configuration and fill in its defaults."""
+    H, K = _size("num_heads", num_heads), _size("key_dim", key_dim)
+    V = K if value_dim is None else _size("value_dim", value_dim)
+    if num_kv_heads is not None and num_value_heads is not None:
+        raise ValueError("num_kv_heads and num_value_heads: give one (GQA or GVA), not both")
+    N = H
+    if num_kv_heads is not None:
+        N = _size("num_kv_heads", num_kv_heads)
+        if H % N:
+            raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {H}, got {N}")
+    if num_value_heads is not None:
+        N = _size("num_value_heads", num_value_heads)
+        if N % H:
+            raise ValueError(f"num_value_heads: expected a multiple of num_heads = {H}, got {N}")
+    HK = min(H, N)
+    phi = feature_map(feature_map_)
+    F = phi.checked_dim(K)
+    if update_rule not in RULES:
+        raise ValueError(f"update_rule: expected one of {', '.join(RULES)}; got {update_rule!r}")
+    rule = RULES[update_rule]
+    if normalize is None:
+        normalize = rule.name == "linear" and phi.positive
+    elif not isinstance(normalize, (bool, np.bool_)):
+        raise ValueError(f"normalize: expected True, False or None, got {normalize!r}")
+    if normalize and not rule.normaliser:
+        raise ValueError(f"normalize: {rule.name!r} has no normaliser z; use normalize=False")
+    if scale is None:
+        scale = 1.0 if normalize else K**-0.5
+    elif normalize:
+        raise ValueError("scale: would cancel under normalize=True; give one of the two")
+    if not (math.isfinite(scale) and scale != 0):
+        raise ValueError(f"scale: expected a finite number other than 0, got {scale!r}")
+    if eps_mode not in ("clamp", "add"):
+        raise ValueError(f"eps_mode: expected 'clamp' or 'add', got {eps_mode!r}")
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps: expected a finite number of at least 0, got {eps!r}")
+    log_decay = None if decay is None else _decay(decay, rule, N, F)
+    weights = np.ascontiguousarray(phi.weights(K), np.float64)
+    layer = Layer(
+        H, HK, N, K, V, F, phi, rule, bool(normalize), float(scale), bool(qk_norm), log_decay, float(eps), eps_mode, weights
+    )  # fmt: skip
+    digest = hashlib.sha256(json.dumps(layer.config(), sort_keys=True).encode()).hexdigest()
+    object.__setattr__(layer, "fingerprint", sys.intern(digest))  # so that comparing two is comparing two pointers
+    return layer
+
+
+def _decay(decay: ArrayLike, rule: Rule, N: int, F: int) -> NDArray[np.float64]:
+    if not rule.decay:
+        raise ValueError(f"decay: {rule.name!r} takes none; use 'gated' or 'gated_delta'")
+    array = np.array(decay, np.float64)
+    if array.shape not in ((N,), (N, F)):
+        raise ShapeError(f"decay: expected log decays of shape [N] = [{N}] or [N, F] = [{N}, {F}], got {list(array.shape)}")
+    if np.isnan(array).any() or (array == np.inf).any():
+        raise ValueError("decay: expected log decays without NaN and +inf")
+    array = array.reshape(N, -1)
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,291 @@
+"""State: what is left of all tokens so far. S, z and positions of B streams, in one block of memory."""
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from linattn_edge.errors import DtypeError, NotFiniteError, ShapeError, StateMismatchError
+from linattn_edge.features import MAPS
+from linattn_edge.kernels import layout
+from linattn_edge.layer import Layer
+from linattn_edge.rules import LOOPS
+
+if TYPE_CHECKING:
+    from linattn_edge.attention import LinearAttention
+
+Array = NDArray[Any]
+
+_ALIGN = 64
+_DTYPES = {"float32": np.float32, "float64": np.float64}
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def state_dtype(dtype: Any) -> str:
+    """"float32" or "float64", from a name, a NumPy type or a dtype."""
+    try:
+        name = np.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in _DTYPES:
+        raise DtypeError(f"dtype: a state is float32 or float64, got {dtype!r}")
+    return name
+
+
+class State:
+    """The state of a layer for `batch_size` streams: made by `LinearAttention.init_state`, changed by its methods.
+
+    S [B, N, F, V] and z [B, N, F] are float32 (or float64) views that can be written to; position int64 [B] counts the
+    tokens seen. One thread at a time may use a state; different states may be used at once.
+    """
+
+    __slots__ = ("_S", "_block", "_dtype", "_fingerprint", "_layer", "_position", "_z")
+
+    def __init__(self, layer: Layer, batch_size: int, dtype: Any = "float32", *, check_finite: bool = True) -> None:
+        B = batch_size
+        if isinstance(B, bool) or not isinstance(B, (int, np.integer)) or B < 0:
+            raise ValueError(f"batch_size: expected a whole number of at least 0, got {batch_size!r}")
+        B = int(B)
+        self._layer = layer
+        self._fingerprint = layer.fingerprint
+        self._dtype = state_dtype(dtype)
+        real = np.dtype(_DTYPES[self._dtype])
+        H, N, K, V, F, VP = layer.H, layer.N, layer.K, layer.V, layer.F, layout.padded(layer.V)
+        positions = layout.HEADER * 8
+        s = positions + _aligned(B * 8)
+        z = s + _aligned(B * N * F * VP * real.itemsize)
+        work = z + (_aligned(B * N * F * real.itemsize) if layer.normalize else 0)
+        end = work + _aligned(layout.work_size(1, H, N, K, F, VP) * real.itemsize)
+        raw = np.zeros(end + _ALIGN, np.uint8)
+        start = -raw.ctypes.data % _ALIGN
+        self._block = raw[start : start + end]
+        header = self._block[:positions].view(np.int64)
+        header[[layout.B, layout.H, layout.HK, layout.N]] = B, H, layer.HK, N
+        header[[layout.K, layout.V, layout.F, layout.VP]] = K, V, F, VP
+        header[layout.RULE] = LOOPS.index(layer.rule.loop)
+        header[layout.MAP] = list(MAPS).index(layer.phi.name)
+        header[layout.NORMALIZE], header[layout.QK_NORM] = layer.normalize, layer.qk_norm
+        header[layout.EPS_ADD] = layer.eps_mode == "add"
+        header[layout.CONSTANT_DECAY] = layer.decay is not None
+        header[layout.CHECK_FINITE] = check_finite
+        header[layout.TAKES_DECAY], header[layout.TAKES_BETA] = layer.rule.decay, layer.rule.beta
+        header[[layout.AT_POSITION, layout.AT_S, layout.AT_Z, layout.AT_WORK, layout.END]] = positions, s, z, work, end
+        header[[layout.SCALE, layout.EPS]] = np.array([layer.scale, layer.eps]).view(np.int64)
+        self._position = self._block[positions : positions + B * 8].view(np.int64)
+        whole = self._block[s:][: B * N * F * VP * real.itemsize].view(real).reshape(B, N, F, VP)
+        self._S = whole[..., :V]
+        self._z = self._block[z:][: B * N * F * real.itemsize].view(real).reshape(B, N, F) if layer.normalize else None
+
+    @property
+    def S(self) -> Array:
+        """The matrix state [B, N, F, V]: a writable view. Assigning copies in."""
+        return self._S
+
+    @S.setter
+    def S(self, value: ArrayLike) -> None:
+        self._fill("S", "[B, N, F, V]", self._S, value)
+
+    @property
+    def z(self) -> Array | None:
+        """The normaliser [B, N, F], a writable view; None for a layer without one. Assigning copies in."""
+        return self._z
+
+    @z.setter
+    def z(self, value: ArrayLike) -> None:
+        if self._z is None:
+            raise StateMismatchError("z: this layer does not normalise, so its state has no z")
+        self._fill("z", "[B, N, F]", self._z, value)
+
+    @property
+    def position(self) -> NDArray[np.int64]:
+        """Tokens seen by each stream, int64 [B]: a writable view. Assigning copies in."""
+        return self._position
+
+    @position.setter
+    def position(self, value: ArrayLike) -> None:
+        array = np.asarray(value)
+        if array.dtype.kind not in "iu" or array.shape not in ((), self._position.shape):
+            raise ShapeError(f"position: expected integers [B] = {list(self._position.shape)}, got {array!r}")
+        if (array < 0).any():
+            raise ValueError(f"position: expected numbers of at least 0, got {array!r}")
+        self._position[...] = array
+
+    @staticmethod
+    def _fill(name: str, symbols: str, target: Array, value: ArrayLike) -> None:
+        array = np.asarray(value)
+        if array.shape != target.shape:
+            raise ShapeError(f"{name}: expected {symbols} = {list(target.shape)}, got {list(array.shape)}")
+        if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
+            raise DtypeError(f"{name}: expected real numbers, got {array.dtype}")
+        target[...] = array
+
+    @property
+    def batch_size(self) -> int:
+        """B, the number of streams."""
+        return self._position.size
+
+    @property
+    def dtype(self) -> "np.dtype[Any]":
+        """The dtype of S and z."""
+        return self._S.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of S, z and position: what a stream costs, at any position."""
+        return self._S.nbytes + (0 if self._z is None else self._z.nbytes) + self._position.nbytes
+
+    def copy(self) -> "State":
+        """An independent copy."""
+        other = self._empty(self.batch_size)
+        other._block[:] = self._block
+        return other
+
+    def reset(self, rows: Any = None) -> None:
+        """Put streams back to the beginning, in place: all of them, or the given rows (indices or a bool mask)."""
+        index = slice(None) if rows is None else self._rows(rows)
+        self._S[index] = 0
+        if self._z is not None:
+            self._z[index] = 0
+        self._position[index] = 0
+
+    def select(self, rows: Any) -> "State":
+        """A new state of the given rows, in that order: beam reorder, fork (repeat a row), drop (leave one out)."""
+        index = self._rows(rows)
+        other = self._empty(index.size)
+        other._S[...] = self._S[index]
+        if other._z is not None and self._z is not None:
+            other._z[...] = self._z[index]
+        other._position[...] = self._position[index]
+        return other
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write S, z, position and the layer's configuration to a safetensors file, atomically."""
+        tensors = {"S": np.ascontiguousarray(self._S), "position": self._position}
+        if self._z is not None:
+            tensors["z"] = self._z
+        tensors |= {f"layer.{name}": array for name, array in self._layer.arrays().items()}
+        write_file(path, tensors, self._layer.metadata())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], attn: "LinearAttention") -> "State":
+        """Read a state that `attn`, or a layer of the same configuration, saved.
+
+        Raises StateMismatchError where the configurations differ or the file is not what it says.
+        """
+        layer = attn.layer
+        tensors, metadata = read_file(path)
+        layer.check_metadata(metadata, path)
+        names = {"S", "position", *(("z",) if layer.normalize else ()), *(f"layer.{n}" for n in layer.arrays())}
+        if set(tensors) != names:
+            raise StateMismatchError(f"{path}: expected tensors {sorted(names)}, got {sorted(tensors)}")
+        S, position = tensors["S"], tensors["position"]
+        if S.dtype.name not in _DTYPES:
+            raise StateMismatchError(f"{path}: S: expected float32 or float64, got {S.dtype}")
+        if position.ndim != 1 or position.dtype != np.int64 or (position < 0).any():
+            raise StateMismatchError(f"{path}: position: expected int64 [B] of at least 0, got {position!r}")
+        B = position.size
+        expected = {"S": (B, layer.N, layer.F, layer.V), "z": (B, layer.N, layer.F)}
+        for name in expected.keys() & tensors.keys():
+            array = tensors[name]
+            if array.shape != expected[name] or array.dtype != S.dtype:
+                raise StateMismatchError(
+                    f"{path}: {name}: expected {S.dtype} {list(expected[name])}, got {array.dtype} {list(array.shape)}"
+                )
+            if attn.check_finite and not np.isfinite(array).all():
+                raise NotFiniteError(f"{path}: {name} holds NaN or inf")
+        state = attn.init_state(B, S.dtype)
+        state.S, state.position = S, position
+        if state.z is not None:
+            state.z = tensors["z"]
+        return state
+
+    @classmethod
+    def from_arrays(
+        cls,
+        attn: "LinearAttention",
+        S: ArrayLike,
+        z: ArrayLike | None = None,
+        position: ArrayLike = 0,
+        dtype: Any = "float32",
+    ) -> "State":
+        """A state made elsewhere (fla, Hugging Face): S [B, N, F, V], z [B, N, F] where the layer normalises.
+
+        The arrays are copied; position is one number or [B].
+        """
+        layer = attn.layer
+        array = np.asarray(S)
+        if array.ndim != 4 or array.shape[1:] != (layer.N, layer.F, layer.V):
+            raise ShapeError(
+                f"S: expected [B, N, F, V] = [B, {layer.N}, {layer.F}, {layer.V}], got {list(array.shape)}"
+            )
+        if layer.normalize and z is None:
+            raise StateMismatchError("z: this layer normalises, so its state needs z [B, N, F]")
+        state = attn.init_state(array.shape[0], dtype)
+        state.S = array
+        if z is not None:
+            state.z = np.asarray(z)
+        state.position = np.asarray(position)
+        for name, given in (("S", state.S), ("z", state.z)):
+            if attn.check_finite and given is not None and not np.isfinite(given).all():
+                raise NotFiniteError(f"{name} holds NaN or inf; check_finite=False would allow it")
+        return state
+
+    def _empty(self, batch_size: int) -> "State":
+        check = bool(self._block[: layout.HEADER * 8].view(np.int64)[layout.CHECK_FINITE])
+        return State(self._layer, batch_size, self._dtype, check_finite=check)
+
+    def _rows(self, rows: Any) -> NDArray[np.intp]:
+        index = np.atleast_1d(np.asarray(rows))
+        B = self.batch_size
+        if index.dtype == bool:
+            if index.shape != (B,):
+                raise ShapeError(f"rows: expected a mask [B] = [{B}], got {list(index.shape)}")
+            return np.flatnonzero(index)
+        if index.size == 0:
+            return np.zeros(0, np.intp)
+        if index.ndim != 1 or index.dtype.kind not in "iu":
+            raise ShapeError(f"rows: expected row numbers or a bool mask [B], got {index.dtype} {list(index.shape)}")
+        if (index < -B).any() or (index >= B).any():
+            raise ValueError(f"rows: expected numbers below the batch size {B}, got {index.tolist()}")
+        return index.astype(np.intp) % max(B, 1)
+
+    def __repr__(self) -> str:
+        la = self._layer
+        return f"State(B={self.batch_size}, N={la.N}, F={la.F}, V={la.V}, {self._dtype}, {self.nbytes} bytes)"
+
+
+def write_file(path: str | os.PathLike[str], tensors: dict[str, Array], metadata: dict[str, str]) -> None:
+    """Write a safetensors file under a temporary name and rename it: a crash leaves the old file whole."""
+    from safetensors.numpy import save
+
+    data = save({name: np.ascontiguousarray(a) for name, a in tensors.items()}, metadata)
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, str] | None]:
+    """Tensors and metadata of a safetensors file; StateMismatchError where it is not one."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    except SafetensorError as error:
+        raise StateMismatchError(f"{path}: not a whole safetensors file ({error})") from None

@@ -32,9 +32,7 @@ def output_dtype(q: Array) -> "np.dtype[Any]":
 
 def check_shape(name: str, array: Array, symbols: str, expected: tuple[int | None, ...]) -> None:
     """ShapeError unless the array has that shape; None stands for any size."""
-    fits = array.ndim == len(expected) and all(
-        e is None or a == e for a, e in zip(array.shape, expected, strict=True)
-    )
+    fits = array.ndim == len(expected) and all(e is None or a == e for a, e in zip(array.shape, expected, strict=True))
     if not fits:
         names = [s.strip() for s in symbols.split(",")]
         sizes = ", ".join(n if e is None else str(e) for n, e in zip(names, expected, strict=True))

@@ -12,6 +12,7 @@ from linattn_edge.errors import ShapeError, StateMismatchError
 from linattn_edge.features import FeatureMap, feature_map
 from linattn_edge.kernels.layout import OK, READ, STEP, WRITE
 from linattn_edge.layer import Layer, make_layer, read_metadata
+from linattn_edge.softmax import SoftmaxAttention
 from linattn_edge.state import State, read_file, state_dtype, write_file
 
 Array = NDArray[Any]
@@ -197,9 +198,7 @@ class LinearAttention:
         if not isinstance(state, State):
             raise StateMismatchError(f"state: expected a State (attn.init_state()), got {type(state).__name__}")
         if state._fingerprint != self._fingerprint:
-            raise StateMismatchError(
-                f"state: belongs to another layer: {self.layer.describe_difference(state._layer)}"
-            )
+            raise StateMismatchError(f"state: belongs to another layer: {self.layer.describe_difference(state._layer)}")
 
     def _prepare(self, dtype: str) -> Array:
         """Compile or load the kernels for a state dtype once; returns the constant decay that stands in for g."""
@@ -214,6 +213,13 @@ class LinearAttention:
 
                 self._entries[dtype] = cpu.step(dtype)
         return self._tables[dtype][1]
+
+    def _warmup(self, dtype: str) -> None:
+        self._prepare(dtype)
+        if self.backend == "cpu":
+            from linattn_edge.kernels import cpu
+
+            cpu.sequence(dtype)
 
     def _run(
         self, mode: int, axes: int, q: Any, k: Any, v: Any, state: State, g: Any, beta: Any, lengths: Any, out: Any
@@ -262,7 +268,9 @@ class LinearAttention:
                 out[...] = direct
         return out  # type: ignore[no-any-return]
 
-    def _check_gates(self, given: dict[str, Array], g: Any, beta: Any, lead: str, sizes: tuple[int | None, ...]) -> None:
+    def _check_gates(
+        self, given: dict[str, Array], g: Any, beta: Any, lead: str, sizes: tuple[int | None, ...]
+    ) -> None:
         """Add g as [..., N, 1 or F] and beta to what is given, where the rule takes them."""
         layer = self.layer
         name = layer.rule.name
@@ -279,7 +287,9 @@ class LinearAttention:
                 arrays.check_shape("g", g, f"{lead}, N, F", (*sizes, layer.N, layer.F))
             given["g"] = g
         elif layer.rule.decay and layer.decay is None:
-            raise ValueError(f"g: the rule {name!r} needs log decays [{lead}, N] or [{lead}, N, F] (or decay= in the layer)")
+            raise ValueError(
+                f"g: the rule {name!r} needs log decays [{lead}, N] or [{lead}, N, F] (or decay= in the layer)"
+            )
         if beta is not None:
             if not layer.rule.beta:
                 raise ValueError(f"beta: the rule {name!r} takes none; use 'delta' or 'gated_delta'")
@@ -424,10 +434,7 @@ def linear_attention(
     return o, state
 
 
-def warmup(attn: LinearAttention, dtype: DTypeLike = "float32") -> None:
-    """Compile, or load from the cache, all that `attn` needs, so that its first token costs what the others do."""
-    if attn.backend == "cpu":
-        from linattn_edge.kernels import cpu
-
-        attn._prepare(state_dtype(dtype))
-        cpu.sequence(state_dtype(dtype))
+def warmup(attn: LinearAttention | SoftmaxAttention, dtype: DTypeLike = "float32") -> None:
+    """Compile, or load from the cache, all that `attn` needs for states of that dtype: its first token then costs what
+    the others do."""
+    attn._warmup(state_dtype(dtype))

@@ -5,6 +5,7 @@ Only what a command needs is imported, and only when it runs: `--help` and `--ve
 """
 
 import argparse
+import importlib
 import importlib.metadata
 import json
 import os
@@ -66,18 +67,18 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _backends() -> dict[str, str | None]:
-    """Each backend, with the reason why it can't be used or None."""
-    from linattn_edge import LinearAttention
+def _why_not(backend: str) -> str | None:
+    """Why a backend can't be used here, or None."""
+    from linattn_edge.attention import BACKENDS
 
-    reasons: dict[str, str | None] = {}
-    for backend in ("reference", "cpu", "cuda"):
-        try:
-            LinearAttention(num_heads=1, key_dim=1, backend=backend)
-            reasons[backend] = None
-        except Exception as error:
-            reasons[backend] = _one_line(error)
-    return reasons
+    if backend not in BACKENDS:
+        return "not in this version"
+    try:
+        if backend != "reference":  # plain NumPy
+            importlib.import_module(f"linattn_edge.kernels.{backend}")
+    except Exception as error:
+        return _one_line(error)
+    return None
 
 
 def collect_info() -> dict[str, Any]:
@@ -90,6 +91,7 @@ def collect_info() -> dict[str, Any]:
 
     features = llvm.get_host_cpu_features()
     folder = jit.cache_folder()
+    backends = {name: _why_not(name) for name in ("reference", "cpu", "cuda")}
     return {
         "version": __version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()}, {sys.platform})",
@@ -103,7 +105,7 @@ def collect_info() -> dict[str, Any]:
             "usable_cores": _cores(),
         },
         "kernel_cache": {"folder": folder, "writable": folder is not None, "jit": not jit.DISABLED},
-        "backends": {name: {"available": reason is None, "reason": reason} for name, reason in _backends().items()},
+        "backends": {name: {"available": reason is None, "reason": reason} for name, reason in backends.items()},
         "feature_maps": {name: {"positive": bool(phi.positive)} for name, phi in MAPS.items()},
         "update_rules": list(RULES),
     }

@@ -181,7 +181,9 @@ def _decay(decay: ArrayLike, rule: Rule, N: int, F: int) -> NDArray[np.float64]:
         raise ValueError(f"decay: {rule.name!r} takes none; use 'gated' or 'gated_delta'")
     array = np.array(decay, np.float64)
     if array.shape not in ((N,), (N, F)):
-        raise ShapeError(f"decay: expected log decays of shape [N] = [{N}] or [N, F] = [{N}, {F}], got {list(array.shape)}")
+        raise ShapeError(
+            f"decay: expected log decays of shape [N] = [{N}] or [N, F] = [{N}, {F}], got {list(array.shape)}"
+        )
     if np.isnan(array).any() or (array == np.inf).any():
         raise ValueError("decay: expected log decays without NaN and +inf")
     array = array.reshape(N, -1)

@@ -99,8 +99,24 @@ class Rule:
 
 _TABLE = (
     Rule("linear", False, False, True, write_sum, sum_loop, "Katharopoulos et al. 2020, eq. 18-20"),
-    Rule("gated", True, False, True, write_sum, sum_loop, "Yang et al. 2023 (GLA), eq. 3; Sun et al. 2023 (RetNet), eq. 6"),
-    Rule("delta", False, True, False, write_delta, delta_loop, "Schlag et al. 2021, eq. 23-24; Yang et al. 2024 (DeltaNet)"),
+    Rule(
+        "gated",
+        True,
+        False,
+        True,
+        write_sum,
+        sum_loop,
+        "Yang et al. 2023 (GLA), eq. 3; Sun et al. 2023 (RetNet), eq. 6",
+    ),
+    Rule(
+        "delta",
+        False,
+        True,
+        False,
+        write_delta,
+        delta_loop,
+        "Schlag et al. 2021, eq. 23-24; Yang et al. 2024 (DeltaNet)",
+    ),
     Rule("gated_delta", True, True, False, write_delta, delta_loop, "Yang et al. 2024 (Gated DeltaNet), eq. 10"),
 )
 RULES: dict[str, Rule] = {rule.name: rule for rule in _TABLE}

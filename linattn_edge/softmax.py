@@ -17,7 +17,9 @@ Array = NDArray[Any]
 class SoftmaxState:
     """All keys and values so far, for B streams; made by `SoftmaxAttention.init_state`. It doubles when it is full."""
 
-    def __init__(self, num_heads: int, key_dim: int, value_dim: int, batch_size: int, dtype: Any, capacity: int) -> None:
+    def __init__(
+        self, num_heads: int, key_dim: int, value_dim: int, batch_size: int, dtype: Any, capacity: int
+    ) -> None:
         self._sizes = num_heads, key_dim, value_dim
         self._dtype = state_dtype(dtype)
         self._position = np.zeros(batch_size, np.int64)
@@ -118,7 +120,12 @@ class SoftmaxAttention:
     ) -> None:
         self.H, self.K, self.V = num_heads, key_dim, key_dim if value_dim is None else value_dim
         self.N = num_heads if num_kv_heads is None else num_kv_heads
-        for name, value in (("num_heads", self.H), ("key_dim", self.K), ("value_dim", self.V), ("num_kv_heads", self.N)):
+        for name, value in (
+            ("num_heads", self.H),
+            ("key_dim", self.K),
+            ("value_dim", self.V),
+            ("num_kv_heads", self.N),
+        ):
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
                 raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
         if self.H % self.N:
@@ -172,6 +179,11 @@ class SoftmaxAttention:
         y = self._run(READ, 3 if getattr(q, "ndim", None) == 3 else 4, q, None, None, state, None, out)
         assert y is not None
         return y
+
+    def _warmup(self, dtype: str) -> None:
+        from linattn_edge.kernels import softmax as kernels
+
+        kernels.attend(dtype)
 
     def _run(
         self, mode: int, axes: int, q: Any, k: Any, v: Any, state: SoftmaxState, lengths: Any, out: Array | None

@@ -29,7 +29,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def state_dtype(dtype: Any) -> str:
-    """"float32" or "float64", from a name, a NumPy type or a dtype."""
+    """ "float32" or "float64", from a name, a NumPy type or a dtype."""
     try:
         name = np.dtype(dtype).name
     except TypeError:

@@ -141,7 +141,8 @@ def attention(
         for head in range(heads):
             mine = [o for o in range(outputs) if o // (outputs // heads) == head]
             rows = np.stack([q[b, :n, o // (outputs // H)] for o in mine])
-            gate = np.zeros((n, 1)) if g is None else g[b, :n, head].reshape(n, -1)
+            gate = np.zeros((n, 1)) if g is None else g[b, :n, head]
+            gate = gate[:, None] if gate.ndim == 1 else gate
             strength = None if beta is None else beta[b, :n, head]
             start = None if S0 is None else S0[b, head]
             key = k[b, :n, head // (heads // k.shape[2])]

@@ -75,6 +75,14 @@ def test_info_says_when_kernels_are_interpreted(capsys, monkeypatch):
     assert "NUMBA_DISABLE_JIT" in capsys.readouterr().out
 
 
+def test_info_says_why_a_backend_is_missing(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "linattn_edge.kernels.cpu", None)  # its import fails
+    assert cli.main(["info", "--json"]) == 0
+    cpu = json.loads(capsys.readouterr().out)["backends"]["cpu"]
+    assert cpu["available"] is False
+    assert "linattn_edge.kernels.cpu" in cpu["reason"]
+
+
 def test_info_of_a_bare_system(capsys, monkeypatch):
     """No /proc, no affinity, no optional package, an unknown processor: still an answer."""
     import llvmlite.binding

@@ -148,7 +148,9 @@ narrow = _columns(operations(NARROW), NARROW)
 
 
 @device
-def advance(header, reals, position, S, z, w, piece, weights, q, k, v, g, beta, lengths, out, T, width, mode, first, last):  # type: ignore[no-untyped-def]
+def advance(
+    header, reals, position, S, z, w, piece, weights, q, k, v, g, beta, lengths, out, T, width, mode, first, last
+):  # type: ignore[no-untyped-def]
     """Take state heads first … last of B·N through T tokens. q, k, v, g, beta, out, S, z and w are flat."""
     H_, HK_, N_, K_, V_, F_, VP_ = header[H], header[HK], header[N], header[K], header[V], header[F], header[VP]
     r = max(1, H_ // N_)  # query heads that read one state

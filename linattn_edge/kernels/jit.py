@@ -95,7 +95,9 @@ def cache_folder() -> str | None:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _bitcast(typing, bits):  # type: ignore[no-untyped-def]
-    return types.float32(types.int32), lambda context, builder, signature, args: builder.bitcast(args[0], ir.FloatType())
+    return types.float32(types.int32), lambda context, builder, signature, args: builder.bitcast(
+        args[0], ir.FloatType()
+    )
 
 
 @overload(maths.from_bits)

@@ -93,6 +93,6 @@ def check_finite(arrays: dict[str, Array], lengths: NDArray[np.int64] | None) ->
         if bad.any():
             index = np.argwhere(bad)[0].tolist()
             raise NotFiniteError(
-                f"{name}: {array[tuple(index)]} at stream {index[0]}, token {index[1]}, index {index[2:]}: it would stay in "
-                "the state for ever; check_finite=False lets it through"
+                f"{name}: {array[tuple(index)]} at stream {index[0]}, token {index[1]}, index {index[2:]}: it would "
+                "stay in the state for ever; check_finite=False lets it through"
             )

@@ -40,9 +40,9 @@ class LinearAttention:
         backend: "cpu" (compiled) or "reference" (float64 NumPy).
         num_threads: threads of a call.
 
-    Shapes: a step takes [B, heads, width], a sequence [B, T, heads, width]; g [B, (T,) N] per head or [B, (T,) N, F] per
-    channel, natural log, ≤ 0; beta [B, (T,) N]. y has max(H, N) heads and q's dtype. Everything is computed in the
-    state's dtype, float32 unless asked otherwise.
+    Shapes: a step takes [B, heads, width], a sequence [B, T, heads, width]; g [B, (T,) N] per head or [B, (T,) N,
+    F] per channel, natural log, ≤ 0; beta [B, (T,) N]. y has max(H, N) heads and q's dtype. Everything is computed
+    in the state's dtype, float32 unless asked otherwise.
 
     Errors are ValueError and TypeError, raised before the state is touched.
     """
@@ -91,10 +91,9 @@ class LinearAttention:
         # what a step needs at hand
         self._fingerprint = self.layer.fingerprint
         self._outputs, self._V = self.layer.outputs, self.layer.V
-        self._entries: dict[str, Any] = {}  # compiled steps, by state dtype
-        self._tables: dict[str, tuple[Array, Array, Array]] = {}
-        self._no_beta = {d: np.zeros((0, 0), d) for d in ("float32", "float64")}
-        self._no_lengths = np.zeros(0, np.int64)
+        self._entries: dict[
+            str, tuple[Any, ...]
+        ] = {}  # by state dtype: the compiled step and what it gets for absent inputs
 
     def init_state(self, batch_size: int = 1, dtype: DTypeLike = "float32") -> State:
         """A fresh state for `batch_size` streams; dtype "float32" or "float64"."""
@@ -113,45 +112,14 @@ class LinearAttention:
     ) -> Array:
         """One token of each stream: write it to the state, in place, and read it back.
 
-        Returns y [B, heads, V], which is `out` when given; then nothing is allocated. Streams whose `active` (bool [B])
-        is False are left as they are, and their output is 0.
+        Returns y [B, heads, V], which is `out` when given; then nothing is allocated. Streams whose `active` (bool
+        [B]) is False are left as they are, and their output is 0.
         """
-        try:
-            if state._fingerprint is not self._fingerprint or active is not None:
-                raise TypeError
-            dtype = state._dtype
-            entry = self._entries[dtype]
-            weights, constant, _ = self._tables[dtype]
-            if g is None:
-                g = constant
-            elif constant.size or g.ndim < 2:  # type: ignore[union-attr]
-                raise TypeError
-            elif g.ndim == 2:  # type: ignore[union-attr]
-                g = g[:, :, None]  # type: ignore[index, call-overload]
-            if beta is None:
-                beta = self._no_beta[dtype]
-            y = out if out is not None else np.empty((q.shape[0], self._outputs, self._V), dtype)  # type: ignore[union-attr]
-            if entry(q, k, v, g, beta, self._no_lengths, y, weights, state._block) == OK:
-                return y
-        except (TypeError, KeyError, AttributeError, IndexError):
-            pass  # something the compiled step does not take as it is: see what
-        return self._step_anything(q, k, v, state, g, beta, active, out)
-
-    def _step_anything(
-        self, q: Any, k: Any, v: Any, state: State, g: Any, beta: Any, active: Any, out: Array | None
-    ) -> Array:
-        """The step for any dtype and layout, and the words for what is wrong."""
-        self._check_state(state)
-        constant = self._prepare(state._dtype)
-        if g is constant:
-            g = None
-        if beta is self._no_beta[state._dtype]:
-            beta = None
-        if isinstance(g, np.ndarray) and g.ndim == 3 and g.shape[2] == 1 and self.layer.F != 1:
-            g = g[:, :, 0]
-        lengths = None if active is None else arrays.active_array(active, state.batch_size)
-        y = self._run(STEP, 3, q, k, v, state, g, beta, lengths, out)
-        assert y is not None
+        y = self._quick_step(q, k, v, state, g, beta, active, out)
+        if y is None:
+            lengths = None if active is None else arrays.active_array(active, state.batch_size)
+            y = self._run(STEP, 3, q, k, v, state, g, beta, lengths, out)
+            assert y is not None
         return y
 
     def prefill(
@@ -167,8 +135,8 @@ class LinearAttention:
     ) -> Array:
         """Many tokens, [B, T, heads, width]: the same as T steps. The state is updated in place.
 
-        `lengths` (integers [B]) says how many of the T tokens of each stream are real; the rest is padding on the right,
-        which is not looked at, changes nothing and gives 0.
+        `lengths` (integers [B]) says how many of the T tokens of each stream are real; the rest is padding on the
+        right, which is not looked at, changes nothing and gives 0.
         """
         y = self._run(STEP, 4, q, k, v, state, g, beta, lengths, out)
         assert y is not None
@@ -194,25 +162,46 @@ class LinearAttention:
         assert y is not None
         return y
 
+    def _quick_step(
+        self, q: Any, k: Any, v: Any, state: State, g: Any, beta: Any, active: Any, out: Array | None
+    ) -> Array | None:
+        """The step where the inputs are as the compiled entry takes them; None, with nothing changed, where not."""
+        try:
+            if active is not None or state._fingerprint is not self._fingerprint:
+                return None
+            dtype = state._dtype
+            entry, weights, no_g, no_beta, no_lengths = self._entries[dtype]
+            if g is None:
+                g = no_g
+            elif no_g.size or g.ndim < 2:
+                return None
+            elif g.ndim == 2:
+                g = g[:, :, None]
+            y = out if out is not None else np.empty((q.shape[0], self._outputs, self._V), dtype)
+            code = entry(q, k, v, g, no_beta if beta is None else beta, no_lengths, y, weights, state._block)
+            return y if code == OK else None
+        except (TypeError, KeyError, AttributeError, IndexError):
+            return None
+
     def _check_state(self, state: Any) -> None:
         if not isinstance(state, State):
             raise StateMismatchError(f"state: expected a State (attn.init_state()), got {type(state).__name__}")
         if state._fingerprint != self._fingerprint:
             raise StateMismatchError(f"state: belongs to another layer: {self.layer.describe_difference(state._layer)}")
 
-    def _prepare(self, dtype: str) -> Array:
-        """Compile or load the kernels for a state dtype once; returns the constant decay that stands in for g."""
-        if dtype not in self._tables:
-            layer = self.layer
-            width = 1 if layer.rule.decay else 0
-            constant = np.zeros((0, 0, width), dtype) if layer.decay is None else layer.decay[None].astype(dtype)
-            no_sequence = constant[None] if layer.decay is not None else np.zeros((0, 0, 0, width), dtype)
-            self._tables[dtype] = layer.weights.astype(dtype), constant, no_sequence
-            if self.backend == "cpu":
-                from linattn_edge.kernels import cpu
+    def _constants(self, dtype: str) -> tuple[Array, Array, Array, NDArray[np.int64]]:
+        """What a compiled call gets for φ's weights, and in the place of g, beta and lengths that are not given."""
+        layer = self.layer
+        width = 1 if layer.rule.decay else 0
+        no_g = np.zeros((0, 0, width)) if layer.decay is None else layer.decay[None]
+        return layer.weights.astype(dtype), no_g.astype(dtype), np.zeros((0, 0), dtype), np.zeros(0, np.int64)
 
-                self._entries[dtype] = cpu.step(dtype)
-        return self._tables[dtype][1]
+    def _prepare(self, dtype: str) -> None:
+        """Compile or load the step for a state dtype, once."""
+        if self.backend == "cpu" and dtype not in self._entries:
+            from linattn_edge.kernels import cpu
+
+            self._entries[dtype] = (cpu.step(dtype), *self._constants(dtype))
 
     def _warmup(self, dtype: str) -> None:
         self._prepare(dtype)
@@ -266,7 +255,7 @@ class LinearAttention:
         if direct is not out:
             with np.errstate(over="ignore"):
                 out[...] = direct
-        return out  # type: ignore[no-any-return]
+        return out
 
     def _check_gates(
         self, given: dict[str, Array], g: Any, beta: Any, lead: str, sizes: tuple[int | None, ...]
@@ -284,7 +273,8 @@ class LinearAttention:
                 arrays.check_shape("g", g, f"{lead}, N", (*sizes, layer.N))
                 g = g[..., None]
             else:
-                arrays.check_shape("g", g, f"{lead}, N, F", (*sizes, layer.N, layer.F))
+                width = 1 if g.shape[-1:] == (1,) else layer.F
+                arrays.check_shape("g", g, f"{lead}, N, F", (*sizes, layer.N, width))
             given["g"] = g
         elif layer.rule.decay and layer.decay is None:
             raise ValueError(
@@ -303,23 +293,24 @@ class LinearAttention:
         self, mode: int, state: State, ready: dict[str, Array], lengths: NDArray[np.int64] | None, y: Array | None
     ) -> None:
         """Run checked sequences on the backend."""
-        names = ("q", "k", "v", "g", "beta")
         if self.backend == "reference":
             if self.check_finite:
                 arrays.check_finite(ready, lengths)
-            reference.sequence(state, *(ready.get(name) for name in names), lengths, y, mode)
+            reference.sequence(state, ready, lengths, y, mode)
             return
         from linattn_edge.kernels import cpu
 
         dtype = state._dtype
         self._prepare(dtype)
-        weights, _, constant = self._tables[dtype]
-        none = np.zeros((0, 0, 0, 1), dtype)
-        absent = {"q": none, "k": none, "v": none, "g": constant, "beta": none[..., 0]}
-        inputs = [ready.get(name, absent[name]) for name in names]
+        _, weights, no_g, no_beta, no_lengths = self._entries[dtype]
+        none = np.zeros((0, 0, 0, 0), dtype)
         code = cpu.sequence(dtype)(
-            *inputs,
-            self._no_lengths if lengths is None else lengths,
+            ready.get("q", none),
+            ready.get("k", none),
+            ready.get("v", none),
+            ready.get("g", no_g[None]),
+            ready.get("beta", no_beta[None]),
+            no_lengths if lengths is None else lengths,
             none if y is None else y,
             weights,
             state._block,
@@ -393,9 +384,9 @@ def linear_attention(
 ) -> tuple[Array, State]:
     """Attention over whole sequences as a pure function: returns (o, final state) and changes nothing it is given.
 
-    q [B, T, H, K], k [B, T, Hk, K], v [B, T, Hv, V]: Hk = Hv = H is MHA, Hk = Hv < H GQA, Hk = H < Hv GVA. `initial_state` is
-    a State, an array S [B, N, F, V], or a pair (S, z). The options are those of `LinearAttention`; dtype is the state's,
-    float32 or the initial state's unless given.
+    q [B, T, H, K], k [B, T, Hk, K], v [B, T, Hv, V]: Hk = Hv = H is MHA, Hk = Hv < H GQA, Hk = H < Hv GVA.
+    `initial_state` is a State, an array S [B, N, F, V], or a pair (S, z). The options are those of
+    `LinearAttention`; dtype is the state's, float32 or the initial state's unless given.
     """
     arrays_ = [arrays.real_array(name, a) for name, a in (("q", q), ("k", k), ("v", v))]
     for name, a in zip("qkv", arrays_, strict=True):
@@ -430,11 +421,11 @@ def linear_attention(
     else:
         S, z = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
         state = State.from_arrays(attn, S, z, dtype="float32" if dtype is None else dtype)
-    o = attn.prefill(*arrays_, state, g=g, beta=beta, lengths=lengths)
+    o = attn.prefill(arrays_[0], arrays_[1], arrays_[2], state, g, beta, lengths)
     return o, state
 
 
 def warmup(attn: LinearAttention | SoftmaxAttention, dtype: DTypeLike = "float32") -> None:
-    """Compile, or load from the cache, all that `attn` needs for states of that dtype: its first token then costs what
-    the others do."""
+    """Compile, or load from the cache, all that `attn` needs for states of that dtype: its first token then costs
+    what the others do."""
     attn._warmup(state_dtype(dtype))

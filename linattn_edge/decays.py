@@ -10,7 +10,8 @@ def retnet_decay(num_heads: int) -> NDArray[np.float64]:
 
 
 def lightning_decay(num_heads: int, layer: int = 0, num_layers: int = 1) -> NDArray[np.float64]:
-    """Lightning attention (TransNormerLLM, Qin et al. 2023, eq. 3): log λ_h = −(8h/H)(1 − l/L), h = 1 … H, [num_heads].
+    """Lightning attention (TransNormerLLM, Qin et al. 2023, eq. 3): log λ_h = −(8h/H)(1 − l/L), h = 1 … H,
+    [num_heads].
 
     `layer` counts from 0; the decay weakens with depth.
     """

@@ -25,9 +25,9 @@ MAX_FEATURES = 65536  # F above this is refused: a state of F·V numbers per hea
 class FeatureMap:
     """φ: `[..., K]` to `[..., F]`, applied to queries and keys.
 
-    Subclasses say `name`, `positive` (κ(q, k) ≥ 0 for all q and k, so the normaliser φ(q)ᵀz cannot change sign), `dim`,
-    `define` and `loop`; `__init__` stores its arguments under their own names, which is how a map is compared, shown
-    and saved.
+    Subclasses say `name`, `positive` (κ(q, k) ≥ 0 for all q and k, so the normaliser φ(q)ᵀz cannot change sign),
+    `dim`, `define` and `loop`; `__init__` stores its arguments under their own names, which is how a map is
+    compared, shown and saved.
     """
 
     name: ClassVar[str]
@@ -242,8 +242,8 @@ class Polynomial(_Monomials):
     """κ(q, k) = (qᵀk/√K + bias)^degree, exactly. F = C(K+degree, degree), or C(K+degree−1, degree) with bias 0.
 
     Each symmetric term is kept once: φ_α(x) = √(degree!/(α! j!)) · bias^{j/2} · (x/K^¼)^α with j = degree − |α|.
-    Called signed for every degree: (x + bias)^2 reaches 0, where a normaliser is all rounding. Source: the binomial theorem; as attention, Kacham et
-    al. 2023 (PolySketchFormer) and Arora et al. 2024 (Based) use degree 2.
+    Called signed for every degree: (x + bias)^2 reaches 0, where a normaliser is all rounding. Source: the binomial
+    theorem; as attention, Kacham et al. 2023 (PolySketchFormer) and Arora et al. 2024 (Based) use degree 2.
     """
 
     name = "polynomial"
@@ -270,9 +270,9 @@ class Polynomial(_Monomials):
 class Taylor(_Monomials):
     """exp(qᵀk/√K) cut after `order` terms: κ(q, k) = Σ_{n ≤ order} x^n/n!, x = qᵀk/√K. F = C(K+order, order).
 
-    The truncation error is at most |x|^{order+1}/(order+1)! · max(1, eˣ). Odd orders go negative for x far below zero;
-    even orders are positive for every x as a series, but φ is signed, so in float32 the packed inner product of very long
-    vectors can still round below zero. Each symmetric term is kept once: φ_α(x) = (x/K^¼)^α / √α!.
+    The truncation error is at most |x|^{order+1}/(order+1)! · max(1, eˣ). Odd orders go negative for x far below
+    zero; even orders are positive for every x as a series, but φ is signed, so in float32 the packed inner product
+    of very long vectors can still round below zero. Each symmetric term is kept once: φ_α(x) = (x/K^¼)^α / √α!.
     Source: Taylor's theorem; as attention, Zhang et al. 2024 (Hedgehog) and Arora et al. 2024 (Based) use order 2.
     """
 

@@ -169,7 +169,8 @@ def make_layer(
     log_decay = None if decay is None else _decay(decay, rule, N, F)
     weights = np.ascontiguousarray(phi.weights(K), np.float64)
     layer = Layer(
-        H, HK, N, K, V, F, phi, rule, bool(normalize), float(scale), bool(qk_norm), log_decay, float(eps), eps_mode, weights
+        H, HK, N, K, V, F, phi, rule, bool(normalize), float(scale), bool(qk_norm), log_decay, float(eps), eps_mode,
+        weights,
     )  # fmt: skip
     digest = hashlib.sha256(json.dumps(layer.config(), sort_keys=True).encode()).hexdigest()
     object.__setattr__(layer, "fingerprint", sys.intern(digest))  # so that comparing two is comparing two pointers

@@ -4,7 +4,7 @@ Three views of the same thing: the quadratic form over all pairs (for any simila
 feature map), the token loop over a state, and exact softmax attention by full scan.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,8 @@ def quadratic_attention(
     normalize: bool = True,
     scale: float = 1.0,
 ) -> F64:
-    """Causal attention with any similarity: y_t = scale · Σ_{s ≤ t} κ(q_t, k_s) v_s, over Σ_{s ≤ t} κ(q_t, k_s) if normalised.
+    """Causal attention with any similarity: y_t = scale · Σ_{s ≤ t} κ(q_t, k_s) v_s, over Σ_{s ≤ t} κ(q_t, k_s) if
+    normalised.
 
     q, k [B, T, H, K], v [B, T, H, V]; `kernel` takes two arrays [..., K] that broadcast and gives [...].
     Tsai et al. 2019 ("Transformer Dissection"), eq. 2. T² similarities are held at once.
@@ -114,24 +115,15 @@ def token_loop(
     return S, z, y
 
 
-def sequence(state: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, lengths: Any, out: Any, mode: int) -> None:
+def sequence(state: Any, given: Mapping[str, F64], lengths: Any, out: Any, mode: int) -> None:
     """The reference backend: `token_loop` on a State, in place. Arguments are checked by the caller."""
-    T = k.shape[1] if mode == WRITE else q.shape[1]
+    q, k, v, g, beta = (given.get(name) for name in ("q", "k", "v", "g", "beta"))
+    first = k if q is None else q
+    assert first is not None
+    T = first.shape[1]
+    S, z = state.S.astype(np.float64), None if state.z is None else state.z.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
-        S, z, y = token_loop(
-            state._layer,
-            state.S.astype(np.float64),
-            None if state.z is None else state.z.astype(np.float64),
-            state.position,
-            mode,
-            T,
-            q,
-            k,
-            v,
-            g,
-            beta,
-            lengths,
-        )
+        S, z, y = token_loop(state._layer, S, z, state.position, mode, T, q, k, v, g, beta, lengths)
         if mode != READ:
             state.S = S
             if z is not None:

@@ -37,7 +37,8 @@ def write_delta(S: F64, k: F64, v: F64, decay: F64, beta: F64) -> F64:
 
 # The loops below take lane operations (kernels/lanes.py) and give a function for one token and one block of columns:
 # S[at + i*stride ...] is row i of the block; k, q, decay, decayed_k = Λk, decayed_q = Λq, v and y are offsets into the
-# scratch array w; qk = q·k. Columns of S are independent under every rule here, so blocks can be taken in any order.
+# scratch array w; qk = q·k. Columns of S are independent under every rule here, so blocks can be taken in
+# any order.
 
 
 def sum_loop(op: Any) -> Callable[..., None]:

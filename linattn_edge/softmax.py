@@ -105,8 +105,9 @@ class SoftmaxState:
 class SoftmaxAttention:
     """Exact causal softmax attention, y = Σ softmax(scale · qᵀk) v, by full scan (Vaswani et al. 2017, eq. 1).
 
-    The same surface as `LinearAttention`, over a cache that grows: a token costs what its position is. Args: num_heads H,
-    key_dim K, value_dim V (K by default), num_kv_heads N (GQA), scale (K ** -0.5 by default), check_finite.
+    The same surface as `LinearAttention`, over a cache that grows: a token costs what its position is. Args:
+    num_heads H, key_dim K, value_dim V (K by default), num_kv_heads N (GQA), scale (K ** -0.5 by default),
+    check_finite.
     """
 
     def __init__(

@@ -42,8 +42,8 @@ def state_dtype(dtype: Any) -> str:
 class State:
     """The state of a layer for `batch_size` streams: made by `LinearAttention.init_state`, changed by its methods.
 
-    S [B, N, F, V] and z [B, N, F] are float32 (or float64) views that can be written to; position int64 [B] counts the
-    tokens seen. One thread at a time may use a state; different states may be used at once.
+    S [B, N, F, V] and z [B, N, F] are float32 (or float64) views that can be written to; position int64 [B] counts
+    the tokens seen. One thread at a time may use a state; different states may be used at once.
     """
 
     __slots__ = ("_S", "_block", "_dtype", "_fingerprint", "_layer", "_position", "_z")

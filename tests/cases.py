@@ -107,12 +107,14 @@ class Case:
 
     def steps(self, state, attn=None, **more):
         attn = attn or self.attn
-        B, T = self.q.shape[:2]
-        y = np.zeros((B, T, attn_heads(self.layout), self.v.shape[-1]), self.q.dtype)
-        for t in range(T):
+        y = []
+        for t in range(self.q.shape[1]):
             arrays, given = self.tokens(t)
-            y[:, t] = attn.step(*arrays, state, **given, **more)
-        return y
+            y.append(attn.step(*arrays, state, **given, **more))
+            assert y[-1].dtype == self.q.dtype
+        if not y:
+            return np.zeros((len(self.q), 0, attn_heads(self.layout), self.v.shape[-1]), self.q.dtype)
+        return np.stack(y, axis=1)
 
     def with_(self, **changes):
         return replace(self, **changes)

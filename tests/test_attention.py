@@ -383,6 +383,46 @@ def test_inputs_of_any_layout(kind, rule, gate, tmp_path):
         naive.assert_close(got, y[:, t].astype(np.float64), BOUND)
 
 
+class Boxed:
+    """An array that only says `__array__`, as tensors of other libraries do."""
+
+    def __init__(self, a):
+        self.a = a
+
+    def __array__(self, dtype=None, copy=None):
+        return self.a if dtype is None else self.a.astype(dtype)
+
+
+class Capsule:
+    """An array that only speaks DLPack."""
+
+    def __init__(self, a):
+        self.a = a.copy()
+
+    def __dlpack__(self, **options):
+        return self.a.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.a.__dlpack_device__()
+
+
+@pytest.mark.parametrize("box", [Boxed, Capsule])
+def test_inputs_that_only_convert_to_arrays(box):
+    case = make("gated_delta", "head", T=4, start=True)
+    want = case.prefill(case.start())
+    state, halves, blocks = case.start(), case.start(), case.start()
+    (q, k, v), rest = case.tokens(slice(None))
+    boxed = {n: box(a) for n, a in rest.items()}
+    np.testing.assert_array_equal(case.attn.prefill(box(q), box(k), box(v), blocks, **boxed), want)
+    for t in range(4):
+        (q, k, v), rest = case.tokens(t)
+        boxed = {n: box(a) for n, a in rest.items()}
+        y = case.attn.step(box(q), box(k), box(v), state, **boxed)
+        naive.assert_close(y, want[:, t].astype(np.float64), BOUND)
+        case.attn.write(box(k), box(v), halves, **boxed)
+        naive.assert_close(case.attn.read(box(q), halves), y.astype(np.float64), BOUND)
+
+
 @SIX
 def test_out_is_filled_and_returned(rule, gate):
     case = make(rule, gate, "gva", T=BLOCK, start=True, normalize=rule == "gated")

@@ -1,9 +1,9 @@
 """The CPU kernels: one body, `advance`, serves a step and a prefill, every rule and every built-in feature map.
 
 For each state head of each stream, pieces of up to `PIECE` tokens are packed head-major into scratch: φ(k), φ(q), the
-decay Λ = exp(g), v. The normaliser z, which does not depend on S, is advanced there too. Then each block of columns of
-S takes all tokens of the piece; from `DENSE` tokens on, it is copied into a dense buffer first, so that it stays in L1.
-A step is a piece of one token, worked on in place. Both therefore round alike.
+decay Λ = exp(g), v. The normaliser z, which does not depend on S, is advanced there too. Then each block of columns
+of S takes all tokens of the piece; from `DENSE` tokens on, it is copied into a dense buffer first, so that it stays
+in L1. A step is a piece of one token, worked on in place. Both therefore round alike.
 
 Compiled entries check shapes, finiteness and overlap themselves, before anything changes, and return a code
 (layout.OK or what is wrong); the caller finds the words.
@@ -36,7 +36,7 @@ features = switch([cls.loop for cls in MAPS.values()], "x, y, weights, position"
 
 
 @device
-def phi(code, norm, x, y, weights, position, scratch):  # type: ignore[no-untyped-def]
+def phi(code, norm, x, y, weights, position, scratch):
     """y = φ(x), or φ of x / sqrt(Σx² + 1e-6), the L2 norm that delta-rule models put on q and k."""
     factor = scratch.dtype.type(1)
     if norm:
@@ -47,13 +47,13 @@ def phi(code, norm, x, y, weights, position, scratch):  # type: ignore[no-untype
 
 
 @device
-def fill(y, value):  # type: ignore[no-untyped-def]
+def fill(y, value):
     for i in range(y.size):
         y[i] = value
 
 
 @device
-def exp_into(g, y):  # type: ignore[no-untyped-def]
+def exp_into(g, y):
     """y = exp(g), one number for all of y or one each."""
     if g.size == 1:
         fill(y, exp(g[0]))
@@ -63,13 +63,13 @@ def exp_into(g, y):  # type: ignore[no-untyped-def]
 
 
 @device
-def advance_z(z, k, decay):  # type: ignore[no-untyped-def]
+def advance_z(z, k, decay):
     for i in range(z.size):
         z[i] = decay[i] * z[i] + k[i]
 
 
 @device
-def dot(a, b):  # type: ignore[no-untyped-def]
+def dot(a, b):
     total = a.dtype.type(0)
     for i in range(a.size):
         total += a[i] * b[i]
@@ -77,13 +77,13 @@ def dot(a, b):  # type: ignore[no-untyped-def]
 
 
 @device
-def product(a, b, y):  # type: ignore[no-untyped-def]
+def product(a, b, y):
     for i in range(y.size):
         y[i] = a[i] * b[i]
 
 
 @device
-def divisor(den, eps, add):  # type: ignore[no-untyped-def]
+def divisor(den, eps, add):
     """den + eps, or den kept at least eps away from zero, on its own side."""
     if add:
         return den + eps
@@ -97,14 +97,14 @@ def weighted_rows(op: Operations) -> Callable[..., None]:
     load, store, item, fma, zero = op.load, op.store, op.item, op.fma, op.zero
 
     @device
-    def read(S, at, stride, F, w, q, y):  # type: ignore[no-untyped-def]
+    def read(S, at, stride, F, w, q, y):
         total = zero(load(S, at))
         for i in range(F):
             total = fma(item(w, q + i), load(S, at), total)
             at += stride
         store(w, y, total)
 
-    return read  # type: ignore[no-any-return]
+    return read
 
 
 def _columns(op: Operations, width: int) -> Callable[..., None]:
@@ -116,7 +116,7 @@ def _columns(op: Operations, width: int) -> Callable[..., None]:
     )
 
     @device
-    def columns(rule, mode, S, at, F, VP, c, w, count, r, k, q, decay, dk, dq, v, y, beta, qk, buffer):  # type: ignore[no-untyped-def]
+    def columns(rule, mode, S, at, F, VP, c, w, count, r, k, q, decay, dk, dq, v, y, beta, qk, buffer):
         dense = count >= DENSE
         block, origin, stride = S, at + c, VP
         if dense:
@@ -140,7 +140,7 @@ def _columns(op: Operations, width: int) -> Callable[..., None]:
             for i in range(F):
                 store(S, at + c + i * VP, load(w, buffer + i * width))
 
-    return columns  # type: ignore[no-any-return]
+    return columns
 
 
 wide = _columns(operations(WIDE), WIDE)
@@ -150,7 +150,7 @@ narrow = _columns(operations(NARROW), NARROW)
 @device
 def advance(
     header, reals, position, S, z, w, piece, weights, q, k, v, g, beta, lengths, out, T, width, mode, first, last
-):  # type: ignore[no-untyped-def]
+):
     """Take state heads first … last of B·N through T tokens. q, k, v, g, beta, out, S, z and w are flat."""
     H_, HK_, N_, K_, V_, F_, VP_ = header[H], header[HK], header[N], header[K], header[V], header[F], header[VP]
     r = max(1, H_ // N_)  # query heads that read one state
@@ -258,7 +258,7 @@ def advance(
 
 
 @device
-def finite(x, largest):  # type: ignore[no-untyped-def]
+def finite(x, largest):
     bad = 0
     for i in range(x.size):
         bad |= 0 if abs(x[i]) <= largest else 1
@@ -266,7 +266,7 @@ def finite(x, largest):  # type: ignore[no-untyped-def]
 
 
 @device
-def below_infinity(x, largest):  # type: ignore[no-untyped-def]
+def below_infinity(x, largest):
     """No NaN and no +inf: a log decay of -inf is a hard reset."""
     bad = 0
     for i in range(x.size):
@@ -275,7 +275,7 @@ def below_infinity(x, largest):  # type: ignore[no-untyped-def]
 
 
 @device
-def all_finite(header, lengths, T, q, k, v, g, beta, largest):  # type: ignore[no-untyped-def]
+def all_finite(header, lengths, T, q, k, v, g, beta, largest):
     """Whether every number that will be looked at is finite. Arrays are flat, the T tokens of one stream adjacent."""
     B_ = header[B]
     gs = 0 if header[layout.CONSTANT_DECAY] != 0 else g.size // (B_ * T)
@@ -295,7 +295,7 @@ def all_finite(header, lengths, T, q, k, v, g, beta, largest):  # type: ignore[n
 
 
 @device
-def overlap(a, b):  # type: ignore[no-untyped-def]
+def overlap(a, b):
     start, other = a.ctypes.data, b.ctypes.data
     return start < other + b.size * b.itemsize and other < start + a.size * a.itemsize
 
@@ -307,7 +307,7 @@ def _build_step(dtype: str, stamp: int) -> Callable[..., int]:
     item, itemsize = np.dtype(dtype).type, np.dtype(dtype).itemsize
     largest = np.finfo(dtype).max
 
-    def step(q, k, v, g, beta, lengths, out, weights, block):  # type: ignore[no-untyped-def]
+    def step(q, k, v, g, beta, lengths, out, weights, block):
         """One token of each stream; q, k, v, g, out [B, heads, width], beta [B, N], lengths [B] of 0 or 1, or empty."""
         _ = stamp
         header = view(block, 0, layout.HEADER, np.int64)
@@ -347,8 +347,8 @@ def _build_step(dtype: str, stamp: int) -> Callable[..., int]:
         z = view(block, header[layout.AT_Z], (header[layout.AT_WORK] - header[layout.AT_Z]) // itemsize, item)
         w = view(block, header[layout.AT_WORK], (header[layout.END] - header[layout.AT_WORK]) // itemsize, item)
         advance(
-            header, reals, position, S, z, w, 1, weights, flat_q, flat_k, flat_v, flat_g, flat_beta, lengths, flat_out,
-            1, width, STEP, 0, B_ * N_,
+            header, reals, position, S, z, w, 1, weights, flat_q, flat_k, flat_v, flat_g, flat_beta, lengths,
+            flat_out, 1, width, STEP, 0, B_ * N_,
         )  # fmt: skip
         for b in range(B_):
             position[b] += lengths[b] if lengths.size > 0 else 1
@@ -361,7 +361,7 @@ def _build_sequence(dtype: str, stamp: int) -> Callable[..., int]:
     item, itemsize = np.dtype(dtype).type, np.dtype(dtype).itemsize
     largest = np.finfo(dtype).max
 
-    def sequence(q, k, v, g, beta, lengths, out, weights, block, mode):  # type: ignore[no-untyped-def]
+    def sequence(q, k, v, g, beta, lengths, out, weights, block, mode):
         """T tokens of each stream, shapes checked by the caller; arrays [B, T, heads, width], beta [B, T, N].
 
         mode STEP writes then reads each token, WRITE has no q and no out, READ no k, v, g and beta.

@@ -46,7 +46,7 @@ SOURCE_STAMP = _source_stamp()
 
 def device(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` itself, from now on callable from compiled code (CPU, CUDA and the CUDA simulator)."""
-    return register_jitable(fn)  # type: ignore[no-any-return]
+    return register_jitable(fn)
 
 
 def switch(functions: Sequence[Callable[..., Any]], arguments: str) -> Callable[..., Any]:
@@ -78,7 +78,7 @@ def kernel(build: Callable[[int], Callable[..., int]], signature: tuple[Any, ...
         compiled = njit(**OPTIONS)(function)
     compiled.compile(signature)
     compiled.disable_compile()
-    return compiled  # type: ignore[no-any-return]
+    return compiled
 
 
 def cache_folder() -> str | None:
@@ -93,15 +93,15 @@ def cache_folder() -> str | None:
         return None
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _bitcast(typing, bits):  # type: ignore[no-untyped-def]
+@intrinsic
+def _bitcast(typing, bits):
     return types.float32(types.int32), lambda context, builder, signature, args: builder.bitcast(
         args[0], ir.FloatType()
     )
 
 
 @overload(maths.from_bits)
-def _from_bits(bits):  # type: ignore[no-untyped-def]
+def _from_bits(bits):
     return lambda bits: _bitcast(bits)
 
 
@@ -109,7 +109,7 @@ exp32 = device(maths.exp32)
 
 
 @overload(maths.exp)
-def _exp(x):  # type: ignore[no-untyped-def]
+def _exp(x):
     if x == types.float32:
         return lambda x: exp32(x)
     return lambda x: math.exp(x)

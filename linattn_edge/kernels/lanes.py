@@ -23,7 +23,7 @@ _SUFFIX = {types.float32: "f32", types.float64: "f64"}
 _ELEMENT = {types.float32: ir.FloatType(), types.float64: ir.DoubleType()}
 
 
-class Lanes(types.Type):  # type: ignore[misc]
+class Lanes(types.Type):
     """Numba type of `width` numbers of one dtype."""
 
     def __init__(self, scalar: Any, width: int) -> None:
@@ -35,7 +35,7 @@ class Lanes(types.Type):  # type: ignore[misc]
 
 
 @register_model(Lanes)
-class _LanesModel(PrimitiveModel):  # type: ignore[misc]
+class _LanesModel(PrimitiveModel):
     def __init__(self, manager: Any, lanes: Lanes) -> None:
         super().__init__(manager, lanes, lanes.vector)
 
@@ -67,7 +67,7 @@ def _spread(builder: Any, value: Any, vector: Any) -> Any:
     return builder.shuffle_vector(one, empty, ir.Constant(ir.VectorType(index, vector.count), [0] * vector.count))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _fma(typing: Any, x: Any, y: Any, z: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         vector = args[2].type
@@ -78,7 +78,7 @@ def _fma(typing: Any, x: Any, y: Any, z: Any) -> Any:
     return z(x if isinstance(x, Lanes) else z.scalar, y, z), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _mul(typing: Any, x: Any, y: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fmul(_spread(builder, args[0], args[1].type), args[1])
@@ -86,7 +86,7 @@ def _mul(typing: Any, x: Any, y: Any) -> Any:
     return y(x if isinstance(x, Lanes) else y.scalar, y), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _sub(typing: Any, x: Any, y: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fsub(*args)
@@ -94,7 +94,7 @@ def _sub(typing: Any, x: Any, y: Any) -> Any:
     return x(x, y), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _zero(typing: Any, y: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return ir.Constant(args[0].type, None)
@@ -102,7 +102,7 @@ def _zero(typing: Any, y: Any) -> Any:
     return y(y), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _item(typing: Any, array: Any, at: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -112,18 +112,18 @@ def _item(typing: Any, array: Any, at: Any) -> Any:
 
 
 def _compiled(width: int) -> Operations:
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def load(typing: Any, array: Any, at: Any) -> Any:
         lanes = Lanes(array.dtype, width)
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            value = builder.load(_pointer(context, builder, signature.args[0], *args, lanes.vector))
+            value = builder.load(_pointer(context, builder, signature.args[0], args[0], args[1], lanes.vector))
             value.align = lanes.align
             return value
 
         return lanes(array, types.intp), code
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def store(typing: Any, array: Any, at: Any, value: Any) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             target = _pointer(context, builder, signature.args[0], args[0], args[1], value.vector)
@@ -173,7 +173,7 @@ def _borrow(context: Any, builder: Any, result: Any, pointer: Any, count: Any) -
     return array._getvalue()
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _view(typing: Any, block: Any, at: Any, count: Any, dtype: Any) -> Any:
     result = types.Array(dtype.dtype, 1, "C", readonly=not block.mutable)
 
@@ -184,7 +184,7 @@ def _view(typing: Any, block: Any, at: Any, count: Any, dtype: Any) -> Any:
     return result(block, types.intp, types.intp, dtype), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _flat(typing: Any, array: Any) -> Any:
     result = types.Array(array.dtype, 1, "C", readonly=not array.mutable)
 

@@ -1,7 +1,8 @@
 """Exact softmax attention over a growing cache: the full scan that linear attention is measured against.
 
-Keys are kept in blocks of WIDE tokens, transposed ([K, WIDE] each), so that both the scores and the weighted sum of values
-are the same loop, `weighted_rows`, with accumulators in registers. Nothing is copied per token but the token itself.
+Keys are kept in blocks of WIDE tokens, transposed ([K, WIDE] each), so that both the scores and the weighted sum of
+values are the same loop, `weighted_rows`, with accumulators in registers. Nothing is copied per token but the token
+itself.
 """
 
 import functools
@@ -27,8 +28,9 @@ def _build(dtype: str, stamp: int) -> Callable[..., int]:
     item = np.dtype(dtype).type
     nothing = item(0)
 
-    def attend(q, k, v, lengths, out, keys, values, position, w, scale, check, mode):  # type: ignore[no-untyped-def]
-        """T tokens of each stream. q, k, v, out [B, T, heads, width]; keys [B, N, blocks, K, WIDE]; values [B, N, tokens, VP].
+    def attend(q, k, v, lengths, out, keys, values, position, w, scale, check, mode):
+        """T tokens of each stream. q, k, v, out [B, T, heads, width]; keys [B, N, blocks, K, WIDE]; values [B, N,
+        tokens, VP].
 
         w is scratch of K + VP + tokens numbers. Shapes and capacity are checked by the caller.
         """

@@ -1,6 +1,7 @@
 """LinearAttention: configuration, checks and dispatch of one attention layer."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ class LinearAttention:
 
     def init_state(self, batch_size: int = 1, dtype: DTypeLike = "float32") -> State:
         """A fresh state for `batch_size` streams; dtype "float32" or "float64"."""
-        return State(self.layer, batch_size, dtype, check_finite=self.check_finite)
+        return State(self.layer, batch_size, dtype)
 
     def step(
         self,
@@ -152,13 +153,13 @@ class LinearAttention:
         lengths: ArrayLike | None = None,
     ) -> None:
         """The first half of a step or a prefill: fold tokens into the state, in place; no query is needed."""
-        axes = 3 if getattr(k, "ndim", None) == 3 else 4
-        self._run(WRITE, axes, None, k, v, state, g, beta, lengths, None)
+        k = arrays.real_array("k", k)
+        self._run(WRITE, 3 if k.ndim == 3 else 4, None, k, v, state, g, beta, lengths, None)
 
     def read(self, q: ArrayLike, state: State, out: Array | None = None) -> Array:
         """The second half: what the state answers to q. The state is left as it is; a sequence reads it T times."""
-        axes = 3 if getattr(q, "ndim", None) == 3 else 4
-        y = self._run(READ, axes, q, None, None, state, None, None, None, out)
+        q = arrays.real_array("q", q)
+        y = self._run(READ, 3 if q.ndim == 3 else 4, q, None, None, state, None, None, None, out)
         assert y is not None
         return y
 
@@ -178,7 +179,9 @@ class LinearAttention:
             elif g.ndim == 2:
                 g = g[:, :, None]
             y = out if out is not None else np.empty((q.shape[0], self._outputs, self._V), dtype)
-            code = entry(q, k, v, g, no_beta if beta is None else beta, no_lengths, y, weights, state._block)
+            code = entry(
+                q, k, v, g, no_beta if beta is None else beta, no_lengths, y, weights, state._block, self.check_finite
+            )
             return y if code == OK else None
         except (TypeError, KeyError, AttributeError, IndexError):
             return None
@@ -251,7 +254,8 @@ class LinearAttention:
         if output is None:
             return None
         if out is None:
-            return direct.astype(output, copy=False)
+            with np.errstate(over="ignore"):  # float16 goes to inf
+                return direct.astype(output, copy=False)
         if direct is not out:
             with np.errstate(over="ignore"):
                 out[...] = direct
@@ -314,6 +318,7 @@ class LinearAttention:
             none if y is None else y,
             weights,
             state._block,
+            self.check_finite,
             mode,
         )
         if code != OK:
@@ -347,6 +352,12 @@ class LinearAttention:
             raise StateMismatchError(f"{Path(path)}: not a readable layer ({error})") from None
         attn.layer.check_metadata(metadata, path)
         return attn
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_entries": {}}  # compiled code stays behind
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        self.__dict__.update(saved, _fingerprint=sys.intern(saved["_fingerprint"]))
 
     def __repr__(self) -> str:
         la = self.layer

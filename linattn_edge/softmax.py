@@ -173,11 +173,13 @@ class SoftmaxAttention:
 
     def write(self, k: ArrayLike, v: ArrayLike, state: SoftmaxState, lengths: ArrayLike | None = None) -> None:
         """Add tokens to the cache, in place, without a query."""
-        self._run(WRITE, 3 if getattr(k, "ndim", None) == 3 else 4, None, k, v, state, lengths, None)
+        k = arrays.real_array("k", k)
+        self._run(WRITE, 3 if k.ndim == 3 else 4, None, k, v, state, lengths, None)
 
     def read(self, q: ArrayLike, state: SoftmaxState, out: Array | None = None) -> Array:
         """What the cache answers to q; the cache is left as it is. An empty cache answers 0."""
-        y = self._run(READ, 3 if getattr(q, "ndim", None) == 3 else 4, q, None, None, state, None, out)
+        q = arrays.real_array("q", q)
+        y = self._run(READ, 3 if q.ndim == 3 else 4, q, None, None, state, None, out)
         assert y is not None
         return y
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import secrets
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,13 +49,13 @@ class State:
 
     __slots__ = ("_S", "_block", "_dtype", "_fingerprint", "_layer", "_position", "_z")
 
-    def __init__(self, layer: Layer, batch_size: int, dtype: Any = "float32", *, check_finite: bool = True) -> None:
+    def __init__(self, layer: Layer, batch_size: int, dtype: Any = "float32") -> None:
         B = batch_size
         if isinstance(B, bool) or not isinstance(B, (int, np.integer)) or B < 0:
             raise ValueError(f"batch_size: expected a whole number of at least 0, got {batch_size!r}")
         B = int(B)
         self._layer = layer
-        self._fingerprint = layer.fingerprint
+        self._fingerprint = sys.intern(layer.fingerprint)  # compared by identity, also after unpickling
         self._dtype = state_dtype(dtype)
         real = np.dtype(_DTYPES[self._dtype])
         H, N, K, V, F, VP = layer.H, layer.N, layer.K, layer.V, layer.F, layout.padded(layer.V)
@@ -74,7 +75,6 @@ class State:
         header[layout.NORMALIZE], header[layout.QK_NORM] = layer.normalize, layer.qk_norm
         header[layout.EPS_ADD] = layer.eps_mode == "add"
         header[layout.CONSTANT_DECAY] = layer.decay is not None
-        header[layout.CHECK_FINITE] = check_finite
         header[layout.TAKES_DECAY], header[layout.TAKES_BETA] = layer.rule.decay, layer.rule.beta
         header[[layout.AT_POSITION, layout.AT_S, layout.AT_Z, layout.AT_WORK, layout.END]] = positions, s, z, work, end
         header[[layout.SCALE, layout.EPS]] = np.array([layer.scale, layer.eps]).view(np.int64)
@@ -146,6 +146,16 @@ class State:
         other = self._empty(self.batch_size)
         other._block[:] = self._block
         return other
+
+    def __copy__(self) -> "State":
+        return self.copy()
+
+    def __deepcopy__(self, memo: Any) -> "State":
+        return self.copy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        z = None if self._z is None else self._z.copy()
+        return _restore, (self._layer, self._dtype, self._S.copy(), z, self._position.copy())
 
     def reset(self, rows: Any = None) -> None:
         """Put streams back to the beginning, in place: all of them, or the given rows (indices or a bool mask)."""
@@ -238,8 +248,7 @@ class State:
         return state
 
     def _empty(self, batch_size: int) -> "State":
-        check = bool(self._block[: layout.HEADER * 8].view(np.int64)[layout.CHECK_FINITE])
-        return State(self._layer, batch_size, self._dtype, check_finite=check)
+        return State(self._layer, batch_size, self._dtype)
 
     def _rows(self, rows: Any) -> NDArray[np.intp]:
         index = np.atleast_1d(np.asarray(rows))
@@ -259,6 +268,14 @@ class State:
     def __repr__(self) -> str:
         la = self._layer
         return f"State(B={self.batch_size}, N={la.N}, F={la.F}, V={la.V}, {self._dtype}, {self.nbytes} bytes)"
+
+
+def _restore(layer: Layer, dtype: str, S: Array, z: Array | None, position: NDArray[np.int64]) -> State:
+    state = State(layer, position.size, dtype)
+    state.S, state.position = S, position
+    if z is not None:
+        state.z = z
+    return state
 
 
 def write_file(path: str | os.PathLike[str], tensors: dict[str, Array], metadata: dict[str, str]) -> None:

@@ -19,7 +19,7 @@ from numba import types
 from linattn_edge.features import MAPS
 from linattn_edge.kernels import layout, maths
 from linattn_edge.kernels.jit import device, kernel, switch
-from linattn_edge.kernels.lanes import Operations, flat, operations, view
+from linattn_edge.kernels.lanes import Operations, flat, operations, part, view
 from linattn_edge.kernels.layout import NARROW, READ, STEP, WIDE, WRITE
 from linattn_edge.rules import LOOPS
 
@@ -38,12 +38,13 @@ features = switch([cls.loop for cls in MAPS.values()], "x, y, weights, position"
 @device
 def phi(code, norm, x, y, weights, position, scratch):
     """y = φ(x), or φ of x / sqrt(Σx² + 1e-6), the L2 norm that delta-rule models put on q and k."""
-    factor = scratch.dtype.type(1)
+    source = x
     if norm:
-        factor /= scratch.dtype.type(np.sqrt(dot(x, x) + scratch.dtype.type(1e-6)))
-    for i in range(x.size):
-        scratch[i] = x[i] * factor
-    features(code, scratch, y, weights, position)
+        root = scratch.dtype.type(np.sqrt(dot(x, x) + scratch.dtype.type(1e-6)))
+        for i in range(x.size):
+            scratch[i] = x[i] / root
+        source = scratch
+    features(code, source, y, weights, position)
 
 
 @device
@@ -163,7 +164,8 @@ def advance(
     constant = header[layout.CONSTANT_DECAY] != 0
     scale, eps = w.dtype.type(reals[0]), w.dtype.type(reals[1])
     one, nothing = w.dtype.type(1), w.dtype.type(0)
-    sides, heads = weights.shape[0], weights.shape[1]
+    sides, heads, P = weights.shape
+    rows = flat(weights)
 
     at_k = 0
     at_q = at_k + piece * F_
@@ -177,29 +179,33 @@ def advance(
     at_den = at_qk + piece
     at_x = at_den + r * piece
     buffer = at_x + K_
-    scratch = w[at_x : at_x + K_]
+    scratch = part(w, at_x, K_)
 
+    if width == 0:
+        fill(part(w, at_decay, piece * F_), one)
+    b, n = first // N_, first % N_ - 1
     for unit in range(first, last):
-        b, n = unit // N_, unit % N_
+        n += 1
+        if n == N_:
+            b, n = b + 1, 0
         length = lengths[b] if lengths.size > 0 else T
-        zn = z[unit * F_ : unit * F_ + F_] if normalize else z[:0]
-        hk = n // keys
+        zn = part(z, unit * F_ if normalize else 0, F_ if normalize else 0)
+        hk = n if keys == 1 else n // keys
+        key_row = 0 if heads == 1 else hk % heads
         for start in range(0, length, piece):
             count = min(piece, length - start)
             for t in range(count):
                 row = b * T + start + t
-                kt = w[at_k + t * F_ : at_k + t * F_ + F_]
+                kt = part(w, at_k + t * F_, F_)
                 now = position[b] + start + t
                 if mode != READ:
                     x = (row * HK_ + hk) * K_
-                    phi(code, norm, k[x : x + K_], kt, weights[0, hk % heads], now, scratch)
-                    decay = w[at_decay + t * F_ : at_decay + t * F_ + F_]
+                    phi(code, norm, part(k, x, K_), kt, part(rows, key_row * P, P), now, scratch)
+                    decay = part(w, at_decay + t * F_, F_)
                     if width > 0:
                         x = ((0 if constant else row * N_) + n) * width
-                        exp_into(g[x : x + width], decay)
-                    else:
-                        fill(decay, one)
-                    vt = w[at_v + t * VP_ : at_v + t * VP_ + VP_]
+                        exp_into(part(g, x, width), decay)
+                    vt = part(w, at_v + t * VP_, VP_)
                     x = (row * N_ + n) * V_
                     for i in range(V_):
                         vt[i] = v[x + i]
@@ -213,19 +219,27 @@ def advance(
                     now = max(0, position[b] - 1)
                 for j in range(r):
                     a = at_q + (j * count + t) * F_
-                    qt = w[a : a + F_]
+                    qt = part(w, a, F_)
                     if mode == WRITE:
                         fill(qt, nothing)
                     else:
                         h = n // shared if shared > 1 else n * r + j
                         x = (row * H_ + h) * K_
-                        phi(code, norm, q[x : x + K_], qt, weights[sides - 1, h % heads], now, scratch)
+                        phi(
+                            code,
+                            norm,
+                            part(q, x, K_),
+                            qt,
+                            part(rows, ((sides - 1) * heads + (0 if heads == 1 else h % heads)) * P, P),
+                            now,
+                            scratch,
+                        )
                     if normalize:
                         w[at_den + j * count + t] = divisor(dot(qt, zn), eps, add)
                 if takes_beta and mode != READ:
-                    qt = w[at_q + t * F_ : at_q + t * F_ + F_]
-                    product(kt, decay, w[at_dk + t * F_ : at_dk + t * F_ + F_])
-                    product(qt, decay, w[at_dq + t * F_ : at_dq + t * F_ + F_])
+                    qt = part(w, at_q + t * F_, F_)
+                    product(kt, decay, part(w, at_dk + t * F_, F_))
+                    product(qt, decay, part(w, at_dq + t * F_, F_))
                     w[at_qk + t] = dot(qt, kt)
             at = unit * F_ * VP_
             c = 0
@@ -245,16 +259,16 @@ def advance(
                 for t in range(count):
                     for j in range(r):
                         a = at_y + (j * count + t) * VP_
-                        yt = w[a : a + V_]
+                        yt = part(w, a, V_)
                         x = ((b * T + start + t) * outputs + n * r + j) * V_
-                        ot = out[x : x + V_]
+                        ot = part(out, x, V_)
                         factor = scale / w[at_den + j * count + t] if normalize else scale
                         for i in range(V_):
                             ot[i] = yt[i] * factor
         if mode != WRITE:
             for t in range(length, T):
                 x = ((b * T + t) * outputs + n * r) * V_
-                fill(out[x : x + r * V_], nothing)
+                fill(part(out, x, r * V_), nothing)
 
 
 @device
@@ -284,11 +298,11 @@ def all_finite(header, lengths, T, q, k, v, g, beta, largest):
         a = b * T
         e = a + (lengths[b] if lengths.size > 0 else T)
         if not (
-            finite(q[a * qs : e * qs], largest)
-            and finite(k[a * ks : e * ks], largest)
-            and finite(v[a * vs : e * vs], largest)
-            and below_infinity(g[a * gs : e * gs], largest)
-            and finite(beta[a * bs : e * bs], largest)
+            finite(part(q, a * qs, (e - a) * qs), largest)
+            and finite(part(k, a * ks, (e - a) * ks), largest)
+            and finite(part(v, a * vs, (e - a) * vs), largest)
+            and below_infinity(part(g, a * gs, (e - a) * gs), largest)
+            and finite(part(beta, a * bs, (e - a) * bs), largest)
         ):
             return False
     return True
@@ -307,7 +321,7 @@ def _build_step(dtype: str, stamp: int) -> Callable[..., int]:
     item, itemsize = np.dtype(dtype).type, np.dtype(dtype).itemsize
     largest = np.finfo(dtype).max
 
-    def step(q, k, v, g, beta, lengths, out, weights, block):
+    def step(q, k, v, g, beta, lengths, out, weights, block, check):
         """One token of each stream; q, k, v, g, out [B, heads, width], beta [B, N], lengths [B] of 0 or 1, or empty."""
         _ = stamp
         header = view(block, 0, layout.HEADER, np.int64)
@@ -332,9 +346,7 @@ def _build_step(dtype: str, stamp: int) -> Callable[..., int]:
             return layout.OK
         flat_q, flat_k, flat_v, flat_g, flat_beta = flat(q), flat(k), flat(v), flat(g), flat(beta)
         flat_out = flat(out)
-        if header[layout.CHECK_FINITE] != 0 and not all_finite(
-            header, lengths, 1, flat_q, flat_k, flat_v, flat_g, flat_beta, largest
-        ):
+        if check and not all_finite(header, lengths, 1, flat_q, flat_k, flat_v, flat_g, flat_beta, largest):
             return layout.REFUSED
         if (
             overlap(out, q) or overlap(out, k) or overlap(out, v) or overlap(out, g) or overlap(out, beta)
@@ -361,7 +373,7 @@ def _build_sequence(dtype: str, stamp: int) -> Callable[..., int]:
     item, itemsize = np.dtype(dtype).type, np.dtype(dtype).itemsize
     largest = np.finfo(dtype).max
 
-    def sequence(q, k, v, g, beta, lengths, out, weights, block, mode):
+    def sequence(q, k, v, g, beta, lengths, out, weights, block, check, mode):
         """T tokens of each stream, shapes checked by the caller; arrays [B, T, heads, width], beta [B, T, N].
 
         mode STEP writes then reads each token, WRITE has no q and no out, READ no k, v, g and beta.
@@ -373,9 +385,7 @@ def _build_sequence(dtype: str, stamp: int) -> Callable[..., int]:
         if B_ == 0 or T == 0:
             return layout.OK
         flat_q, flat_k, flat_v, flat_g, flat_beta = flat(q), flat(k), flat(v), flat(g), flat(beta)
-        if header[layout.CHECK_FINITE] != 0 and not all_finite(
-            header, lengths, T, flat_q, flat_k, flat_v, flat_g, flat_beta, largest
-        ):
+        if check and not all_finite(header, lengths, T, flat_q, flat_k, flat_v, flat_g, flat_beta, largest):
             return layout.REFUSED
         piece = min(T, piece_length(H_, N_, K_, F_, VP_, itemsize))
         w = np.empty(work_size(piece, H_, N_, K_, F_, VP_), item)
@@ -402,7 +412,7 @@ def _signature(dtype: str, axes: int) -> tuple[Any, ...]:
         return types.Array(of, ndim, "C", readonly=True)
 
     arrays = [taken(axes)] * 4 + [taken(axes - 1), taken(1, types.int64)]
-    return (*arrays, types.Array(real, axes, "C"), taken(3), types.Array(types.uint8, 1, "C"))
+    return (*arrays, types.Array(real, axes, "C"), taken(3), types.Array(types.uint8, 1, "C"), types.boolean)
 
 
 @functools.cache

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core.caching import CompileResultCacheImpl
 from numba.extending import intrinsic, overload, register_jitable
+from numba.np.numpy_support import as_dtype
 
 from linattn_edge.kernels import maths
 
@@ -65,7 +67,7 @@ def kernel(build: Callable[[int], Callable[..., int]], signature: tuple[Any, ...
     """Compile `build(SOURCE_STAMP)`, a function that refers to its argument, for exactly one signature."""
     function = build(SOURCE_STAMP)
     if DISABLED:
-        return function
+        return _interpreted(function, signature)
     try:
         compiled = njit(cache=True, **OPTIONS)(function)
     except RuntimeError as error:  # Numba: "no locator available"
@@ -79,6 +81,25 @@ def kernel(build: Callable[[int], Callable[..., int]], signature: tuple[Any, ...
     compiled.compile(signature)
     compiled.disable_compile()
     return compiled
+
+
+def _interpreted(function: Callable[..., int], signature: tuple[Any, ...]) -> Callable[..., int]:
+    """`function` itself, with a compiled one's manners: other types are refused, and overflow is silent."""
+
+    def call(*args: Any) -> int:
+        for value, kind in zip(args, signature, strict=True):
+            if isinstance(kind, types.Array) and not (
+                isinstance(value, np.ndarray)
+                and value.ndim == kind.ndim
+                and value.dtype == as_dtype(kind.dtype)
+                and value.flags.c_contiguous
+                and (value.flags.writeable or not kind.mutable)
+            ):
+                raise TypeError(f"expected {kind}, got {value!r}")
+        with np.errstate(all="ignore"):
+            return function(*args)
+
+    return call
 
 
 def cache_folder() -> str | None:

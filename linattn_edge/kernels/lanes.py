@@ -175,7 +175,7 @@ def _borrow(context: Any, builder: Any, result: Any, pointer: Any, count: Any) -
 
 @intrinsic
 def _view(typing: Any, block: Any, at: Any, count: Any, dtype: Any) -> Any:
-    result = types.Array(dtype.dtype, 1, "C", readonly=not block.mutable)
+    result = types.Array(dtype.dtype, 1, "C")
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -186,7 +186,7 @@ def _view(typing: Any, block: Any, at: Any, count: Any, dtype: Any) -> Any:
 
 @intrinsic
 def _flat(typing: Any, array: Any) -> Any:
-    result = types.Array(array.dtype, 1, "C", readonly=not array.mutable)
+    result = types.Array(array.dtype, 1, "C")
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source = context.make_array(signature.args[0])(context, builder, args[0])
@@ -195,11 +195,30 @@ def _flat(typing: Any, array: Any) -> Any:
     return result(array), code
 
 
+@intrinsic
+def _part(typing: Any, array: Any, at: Any, count: Any) -> Any:
+    result = types.Array(array.dtype, 1, "C")
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return _borrow(context, builder, result, builder.gep(data, [args[1]]), args[2])
+
+    return result(array, types.intp, types.intp), code
+
+
 def _interpreted_view(block: Any, at: int, count: int, dtype: Any) -> Any:
     return block[at : at + count * np.dtype(dtype).itemsize].view(dtype)
 
 
-# view(block, at, count, dtype): numbers from byte `at` of a byte array; flat(array): a C-contiguous array in one axis.
-# NumPy's own methods would compile their error messages into every kernel.
-view = _interpreted_view if DISABLED else _view
-flat = (lambda array: array.reshape(-1)) if DISABLED else _flat
+# Arrays that borrow their memory from one that the caller keeps alive. All of them are writable to the compiler, so
+# that a function is not compiled twice for inputs and scratch; nothing writes to an input.
+#
+# view(block, at, count, dtype): numbers from byte `at` of a byte array; part(array, at, count): array[at:at + count];
+# flat(array): a C-contiguous array in one axis. NumPy's own slices count references, 5 ns each, and its methods compile
+# their error messages into every kernel.
+if DISABLED:
+    view = _interpreted_view
+    part = lambda array, at, count: array[at : at + count]  # noqa: E731
+    flat = lambda array: array.reshape(-1)  # noqa: E731
+else:
+    view, part, flat = _view, _part, _flat

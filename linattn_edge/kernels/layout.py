@@ -7,7 +7,7 @@ the kernels read them. S is [B, N, F, VP] with the value width padded to VP, a m
 # int64 header fields
 B, H, HK, N, K, V, F, VP = range(8)  # sizes: streams, query heads, key heads, state heads, widths, padded V
 RULE, MAP = 8, 9  # which loop, which feature map
-NORMALIZE, QK_NORM, EPS_ADD, CONSTANT_DECAY, CHECK_FINITE = 10, 11, 12, 13, 14  # 0 or 1
+NORMALIZE, QK_NORM, EPS_ADD, CONSTANT_DECAY = 10, 11, 12, 13  # 0 or 1
 TAKES_DECAY, TAKES_BETA = 15, 16
 AT_POSITION, AT_S, AT_Z, AT_WORK, END = 17, 18, 19, 20, 21  # byte offsets
 SCALE, EPS = 22, 23  # float64, stored as their bits

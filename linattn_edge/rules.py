@@ -36,47 +36,47 @@ def write_delta(S: F64, k: F64, v: F64, decay: F64, beta: F64) -> F64:
 
 
 # The loops below take lane operations (kernels/lanes.py) and give a function for one token and one block of columns:
-# S[at + i*stride ...] is row i of the block; k, q, decay, decayed_k = Λk, decayed_q = Λq, v and y are offsets into the
-# scratch array w; qk = q·k. Columns of S are independent under every rule here, so blocks can be taken in
-# any order.
+# S[at + i*stride ...] is row i of the block; k, q, decay, decayed_k = Λk and decayed_q = Λq are arrays [F], v and y are
+# arrays in which the block begins at `column`; qk = q·k. Columns of S are independent under every rule here, so blocks
+# can be taken in any order.
 
 
 def sum_loop(op: Any) -> Callable[..., None]:
     """One sweep: each row is decayed, written and read while it is in registers."""
-    load, store, item, fma, mul, zero = op.load, op.store, op.item, op.fma, op.mul, op.zero
+    load, store, fma, mul, zero = op.load, op.store, op.fma, op.mul, op.zero
 
-    def loop(S, at, stride, F, w, k, q, decay, decayed_k, decayed_q, v, y, beta, qk):  # type: ignore[no-untyped-def]
-        value = load(w, v)
+    def loop(S, at, stride, F, k, q, decay, decayed_k, decayed_q, v, y, column, beta, qk):  # type: ignore[no-untyped-def]
+        value = load(v, column)
         total = zero(value)
         for i in range(F):
-            row = fma(item(w, decay + i), load(S, at), mul(item(w, k + i), value))
+            row = fma(decay[i], load(S, at), mul(k[i], value))
             store(S, at, row)
-            total = fma(item(w, q + i), row, total)
+            total = fma(q[i], row, total)
             at += stride
-        store(w, y, total)
+        store(y, column, total)
 
     return loop
 
 
 def delta_loop(op: Any) -> Callable[..., None]:
     """Two sweeps: read Sᵀ(Λk) and Sᵀ(Λq) together, then write; y = Sᵀ(Λq) + (q·k)u with u = β(v − Sᵀ(Λk))."""
-    load, store, item, fma, mul, sub, zero = op.load, op.store, op.item, op.fma, op.mul, op.sub, op.zero
+    load, store, fma, mul, sub, zero = op.load, op.store, op.fma, op.mul, op.sub, op.zero
 
-    def loop(S, at, stride, F, w, k, q, decay, decayed_k, decayed_q, v, y, beta, qk):  # type: ignore[no-untyped-def]
-        value = load(w, v)
+    def loop(S, at, stride, F, k, q, decay, decayed_k, decayed_q, v, y, column, beta, qk):  # type: ignore[no-untyped-def]
+        value = load(v, column)
         known = zero(value)
         total = zero(value)
         row_at = at
         for i in range(F):
             row = load(S, row_at)
-            known = fma(item(w, decayed_k + i), row, known)
-            total = fma(item(w, decayed_q + i), row, total)
+            known = fma(decayed_k[i], row, known)
+            total = fma(decayed_q[i], row, total)
             row_at += stride
         change = mul(beta, sub(value, known))
-        store(w, y, fma(qk, change, total))
+        store(y, column, fma(qk, change, total))
         row_at = at
         for i in range(F):
-            store(S, row_at, fma(item(w, decay + i), load(S, row_at), mul(item(w, k + i), change)))
+            store(S, row_at, fma(decay[i], load(S, row_at), mul(k[i], change)))
             row_at += stride
 
     return loop

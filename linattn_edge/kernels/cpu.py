@@ -28,8 +28,7 @@ DENSE = 4  # tokens from which copying a block of columns into a dense buffer pa
 B, H, HK, N, K, V, F, VP = (getattr(layout, name) for name in ("B", "H", "HK", "N", "K", "V", "F", "VP"))
 
 exp = maths.exp
-MAP_CODES = {name: code for code, name in enumerate(MAPS)}
-RULE_CODES = {loop: code for code, loop in enumerate(LOOPS)}
+IDENTITY = list(MAPS).index("identity")
 
 
 features = switch([cls.loop for cls in MAPS.values()], "x, y, weights, position")
@@ -78,9 +77,30 @@ def dot(a, b):
 
 
 @device
-def product(a, b, y):
-    for i in range(y.size):
-        y[i] = a[i] * b[i]
+def products(k, q, decay, dk, dq):
+    """dk = Λk and dq = Λq; returns q·k."""
+    total = k.dtype.type(0)
+    for i in range(k.size):
+        dk[i] = decay[i] * k[i]
+        dq[i] = decay[i] * q[i]
+        total += q[i] * k[i]
+    return total
+
+
+@device
+def scaled(x, factor, y):
+    """y = factor · x; y may be x."""
+    for i in range(x.size):
+        y[i] = factor * x[i]
+
+
+@device
+def copy_padded(x, y):
+    """y = x, and zeros to its end."""
+    for i in range(x.size):
+        y[i] = x[i]
+    for i in range(x.size, y.size):
+        y[i] = 0
 
 
 @device
@@ -94,52 +114,70 @@ def divisor(den, eps, add):
 
 
 def weighted_rows(op: Operations) -> Callable[..., None]:
-    """y = Σ_i w[q + i] · row i of S, for one block of columns: how a state is read, and a cache of values too."""
-    load, store, item, fma, zero = op.load, op.store, op.item, op.fma, op.zero
+    """y = Σ_i q[i] · row i of S, for one block of columns: how a state is read, and a cache of values too."""
+    load, store, fma, zero = op.load, op.store, op.fma, op.zero
 
     @device
-    def read(S, at, stride, F, w, q, y):
+    def read(S, at, stride, F, q, y, column):
         total = zero(load(S, at))
         for i in range(F):
-            total = fma(item(w, q + i), load(S, at), total)
+            total = fma(q[i], load(S, at), total)
             at += stride
-        store(w, y, total)
+        store(y, column, total)
 
     return read
 
 
 def _columns(op: Operations, width: int) -> Callable[..., None]:
-    """One block of `width` columns of one state head, taken through a piece of `count` tokens."""
-    load, store, item = op.load, op.store, op.item
+    """One block of `width` columns of one state head, taken through a piece of `count` tokens.
+
+    k, decay, dk and dq are [count, F], q [r, count, F], v [count, VP], y [r, count, VP], beta and qk [count], all flat.
+    """
+    load, store = op.load, op.store
     read = weighted_rows(op)
     update = switch(
-        [loop(op) for loop in LOOPS], "S, at, stride, F, w, k, q, decay, decayed_k, decayed_q, v, y, beta, qk"
+        [loop(op) for loop in LOOPS], "S, at, stride, F, k, q, decay, decayed_k, decayed_q, v, y, column, beta, qk"
     )
 
     @device
-    def columns(rule, mode, S, at, F, VP, c, w, count, r, k, q, decay, dk, dq, v, y, beta, qk, buffer):
+    def columns(rule, mode, S, at, F, VP, c, count, r, k, q, decay, dk, dq, v, y, beta, qk, buffer):
         dense = count >= DENSE
-        block, origin, stride = S, at + c, VP
+        block = part(S, at + c, F * VP - c)
+        stride = VP
         if dense:
             for i in range(F):
-                store(w, buffer + i * width, load(S, at + c + i * VP))
-            block, origin, stride = w, buffer, width
-        group_f, group_v = count * F, count * VP
+                store(buffer, i * width, load(S, at + c + i * VP))
+            block = part(buffer, 0, F * width)
+            stride = width
         for t in range(count):
-            f, o = t * F, t * VP + c
+            f, o = t * F, t * VP
             first = 0
             if mode != READ:
                 update(
-                    rule, block, origin, stride, F, w, k + f, q + f, decay + f, dk + f, dq + f, v + o, y + o,
-                    item(w, beta + t), item(w, qk + t),
-                )  # fmt: skip
+                    rule,
+                    block,
+                    0,
+                    stride,
+                    F,
+                    part(k, f, F),
+                    part(q, f, F),
+                    part(decay, f, F),
+                    part(dk, f, F),
+                    part(dq, f, F),
+                    part(v, o, VP),
+                    part(y, o, VP),
+                    c,
+                    beta[t],
+                    qk[t],
+                )
                 first = 1
             if mode != WRITE:
                 for j in range(first, r):
-                    read(block, origin, stride, F, w, q + j * group_f + f, y + j * group_v + o)
+                    row = j * count + t
+                    read(block, 0, stride, F, part(q, row * F, F), part(y, row * VP, VP), c)
         if dense and mode != READ:
             for i in range(F):
-                store(S, at + c + i * VP, load(w, buffer + i * width))
+                store(S, at + c + i * VP, load(buffer, i * width))
 
     return columns
 
@@ -152,7 +190,10 @@ narrow = _columns(operations(NARROW), NARROW)
 def advance(
     header, reals, position, S, z, w, piece, weights, q, k, v, g, beta, lengths, out, T, width, mode, first, last
 ):
-    """Take state heads first … last of B·N through T tokens. q, k, v, g, beta, out, S, z and w are flat."""
+    """Take state heads first … last of B·N through T tokens. q, k, v, g, beta, out, S, z and w are flat.
+
+    Tokens are packed into scratch, head by head. A step uses k, v and out where they are, as far as it can.
+    """
     H_, HK_, N_, K_, V_, F_, VP_ = header[H], header[HK], header[N], header[K], header[V], header[F], header[VP]
     r = max(1, H_ // N_)  # query heads that read one state
     shared = max(1, N_ // H_)  # states that share one query head
@@ -166,23 +207,29 @@ def advance(
     one, nothing = w.dtype.type(1), w.dtype.type(0)
     sides, heads, P = weights.shape
     rows = flat(weights)
+    plain = code == IDENTITY and not norm
+    in_place = piece == 1 and V_ == VP_
 
-    at_k = 0
-    at_q = at_k + piece * F_
-    at_decay = at_q + r * piece * F_
-    at_dk = at_decay + piece * F_
-    at_dq = at_dk + piece * F_
-    at_v = at_dq + piece * F_
-    at_y = at_v + piece * VP_
-    at_beta = at_y + r * piece * VP_
-    at_qk = at_beta + piece
-    at_den = at_qk + piece
-    at_x = at_den + r * piece
-    buffer = at_x + K_
-    scratch = part(w, at_x, K_)
+    ks = part(w, 0, piece * F_)
+    qs = part(w, piece * F_, r * piece * F_)
+    a = (1 + r) * piece * F_
+    decays = part(w, a, piece * F_)
+    dks = part(w, a + piece * F_, piece * F_)
+    dqs = part(w, a + 2 * piece * F_, piece * F_)
+    a += 3 * piece * F_
+    vs = part(w, a, piece * VP_)
+    ys = part(w, a + piece * VP_, r * piece * VP_)
+    a += (1 + r) * piece * VP_
+    betas = part(w, a, piece)
+    qks = part(w, a + piece, piece)
+    dens = part(w, a + 2 * piece, r * piece)
+    a += (2 + r) * piece
+    scratch = part(w, a, K_)
+    buffer = part(w, a + K_, F_ * WIDE)
+    k_, v_, y_ = part(ks, 0, ks.size), part(vs, 0, vs.size), part(ys, 0, ys.size)
 
     if width == 0:
-        fill(part(w, at_decay, piece * F_), one)
+        fill(decays, one)
     b, n = first // N_, first % N_ - 1
     for unit in range(first, last):
         n += 1
@@ -196,75 +243,66 @@ def advance(
             count = min(piece, length - start)
             for t in range(count):
                 row = b * T + start + t
-                kt = part(w, at_k + t * F_, F_)
                 now = position[b] + start + t
+                kt = part(ks, t * F_, F_)
                 if mode != READ:
                     x = (row * HK_ + hk) * K_
-                    phi(code, norm, part(k, x, K_), kt, part(rows, key_row * P, P), now, scratch)
-                    decay = part(w, at_decay + t * F_, F_)
+                    if plain and piece == 1:
+                        k_ = kt = part(k, x, K_)
+                    else:
+                        phi(code, norm, part(k, x, K_), kt, part(rows, key_row * P, P), now, scratch)
+                    decay = part(decays, t * F_, F_)
                     if width > 0:
                         x = ((0 if constant else row * N_) + n) * width
                         exp_into(part(g, x, width), decay)
-                    vt = part(w, at_v + t * VP_, VP_)
                     x = (row * N_ + n) * V_
-                    for i in range(V_):
-                        vt[i] = v[x + i]
-                    for i in range(V_, VP_):
-                        vt[i] = 0
+                    if in_place:
+                        v_ = part(v, x, V_)
+                    else:
+                        copy_padded(part(v, x, V_), part(vs, t * VP_, VP_))
                     if takes_beta:
-                        w[at_beta + t] = beta[row * N_ + n]
+                        betas[t] = beta[row * N_ + n]
                     if normalize:
                         advance_z(zn, kt, decay)
                 else:
                     now = max(0, position[b] - 1)
                 for j in range(r):
-                    a = at_q + (j * count + t) * F_
-                    qt = part(w, a, F_)
+                    qt = part(qs, (j * count + t) * F_, F_)
                     if mode == WRITE:
                         fill(qt, nothing)
+                        continue
+                    h = n // shared if shared > 1 else n * r + j
+                    x = (row * H_ + h) * K_
+                    query_row = (sides - 1) * heads + (0 if heads == 1 else h % heads)
+                    if plain:
+                        scaled(part(q, x, K_), scale if not normalize else one, qt)
                     else:
-                        h = n // shared if shared > 1 else n * r + j
-                        x = (row * H_ + h) * K_
-                        phi(
-                            code,
-                            norm,
-                            part(q, x, K_),
-                            qt,
-                            part(rows, ((sides - 1) * heads + (0 if heads == 1 else h % heads)) * P, P),
-                            now,
-                            scratch,
-                        )
+                        phi(code, norm, part(q, x, K_), qt, part(rows, query_row * P, P), now, scratch)
+                        if not normalize and scale != one:
+                            scaled(qt, scale, qt)
                     if normalize:
-                        w[at_den + j * count + t] = divisor(dot(qt, zn), eps, add)
+                        dens[j * count + t] = scale / divisor(dot(qt, zn), eps, add)
                 if takes_beta and mode != READ:
-                    qt = part(w, at_q + t * F_, F_)
-                    product(kt, decay, part(w, at_dk + t * F_, F_))
-                    product(qt, decay, part(w, at_dq + t * F_, F_))
-                    w[at_qk + t] = dot(qt, kt)
+                    qt = part(qs, t * F_, F_)
+                    decay = part(decays, t * F_, F_)
+                    qks[t] = products(kt, qt, decay, part(dks, t * F_, F_), part(dqs, t * F_, F_))
+            direct = in_place and mode != WRITE
+            if direct:
+                y_ = part(out, ((b * T + start) * outputs + n * r) * V_, r * V_)
             at = unit * F_ * VP_
             c = 0
             while c + WIDE <= VP_:
-                wide(
-                    rule, mode, S, at, F_, VP_, c, w, count, r, at_k, at_q, at_decay, at_dk, at_dq, at_v, at_y,
-                    at_beta, at_qk, buffer,
-                )  # fmt: skip
+                wide(rule, mode, S, at, F_, VP_, c, count, r, k_, qs, decays, dks, dqs, v_, y_, betas, qks, buffer)
                 c += WIDE
             while c < VP_:
-                narrow(
-                    rule, mode, S, at, F_, VP_, c, w, count, r, at_k, at_q, at_decay, at_dk, at_dq, at_v, at_y,
-                    at_beta, at_qk, buffer,
-                )  # fmt: skip
+                narrow(rule, mode, S, at, F_, VP_, c, count, r, k_, qs, decays, dks, dqs, v_, y_, betas, qks, buffer)
                 c += NARROW
-            if mode != WRITE:
+            if mode != WRITE and (normalize or not direct):
                 for t in range(count):
                     for j in range(r):
-                        a = at_y + (j * count + t) * VP_
-                        yt = part(w, a, V_)
                         x = ((b * T + start + t) * outputs + n * r + j) * V_
-                        ot = part(out, x, V_)
-                        factor = scale / w[at_den + j * count + t] if normalize else scale
-                        for i in range(V_):
-                            ot[i] = yt[i] * factor
+                        factor = dens[j * count + t] if normalize else one
+                        scaled(part(y_, (j * count + t) * VP_, V_), factor, part(out, x, V_))
         if mode != WRITE:
             for t in range(length, T):
                 x = ((b * T + t) * outputs + n * r) * V_

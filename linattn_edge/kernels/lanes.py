@@ -4,7 +4,7 @@ LLVM splits a wide lane into the machine's own registers (4 AVX2, 2 AVX-512 or 8
 loop written with lanes keeps its accumulators out of memory, which plain loops over arrays do not achieve: LLVM can't
 prove that a state and its inputs do not overlap. With the JIT off, a lane is a short NumPy array.
 
-`operations(width)` gives load, store and item; `fma`, `mul` and `zero` serve every width. Offsets are into flat
+`operations(width)` gives load and store; `fma`, `mul` and `zero` serve every width. Offsets are into flat
 arrays, in numbers, and are not checked. A GPU thread is a lane of width 1: the same loops, scalar loads.
 """
 
@@ -45,7 +45,6 @@ class Operations(NamedTuple):
 
     load: Any  # load(a, at): lanes from a[at:at + width]
     store: Any  # store(a, at, lanes)
-    item: Any  # item(a, at): one number, no negative-index check
     fma: Any  # fma(x, y, z): x * y + z, rounded once where the machine can; x a number or lanes
     mul: Any  # mul(x, y): x * y; x a number or lanes
     sub: Any  # sub(x, y): x - y, both lanes
@@ -102,15 +101,6 @@ def _zero(typing: Any, y: Any) -> Any:
     return y(y), code
 
 
-@intrinsic
-def _item(typing: Any, array: Any, at: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        return builder.load(builder.gep(data, [args[1]]))
-
-    return array.dtype(array, types.intp), code
-
-
 def _compiled(width: int) -> Operations:
     @intrinsic
     def load(typing: Any, array: Any, at: Any) -> Any:
@@ -132,7 +122,7 @@ def _compiled(width: int) -> Operations:
 
         return types.void(array, types.intp, value), code
 
-    return Operations(load, store, _item, _fma, _mul, _sub, _zero)
+    return Operations(load, store, _fma, _mul, _sub, _zero)
 
 
 def _interpreted(width: int) -> Operations:
@@ -145,7 +135,6 @@ def _interpreted(width: int) -> Operations:
     return Operations(
         load,
         store,
-        item=lambda array, at: array[at],
         fma=lambda x, y, z: x * y + z,
         mul=lambda x, y: x * y,
         sub=lambda x, y: x - y,

@@ -15,7 +15,7 @@ from numba import types
 from linattn_edge.kernels import layout, maths
 from linattn_edge.kernels.cpu import finite, weighted_rows
 from linattn_edge.kernels.jit import kernel
-from linattn_edge.kernels.lanes import flat, operations
+from linattn_edge.kernels.lanes import flat, operations, part
 from linattn_edge.kernels.layout import NARROW, READ, WIDE, WRITE
 
 exp = maths.exp
@@ -44,15 +44,15 @@ def _build(dtype: str, stamp: int) -> Callable[..., int]:
         if check:
             for b in range(B):
                 n = lengths[b] if lengths.size > 0 else T
-                a, e = b * T, b * T + n
-                if mode != WRITE and not finite(fq[a * H * K : e * H * K], largest):
+                a = b * T
+                if mode != WRITE and not finite(part(fq, a * H * K, n * H * K), largest):
                     return layout.REFUSED
                 if mode != READ and not (
-                    finite(fk[a * N * K : e * N * K], largest) and finite(fv[a * N * V : e * N * V], largest)
+                    finite(part(fk, a * N * K, n * N * K), largest) and finite(part(fv, a * N * V, n * N * V), largest)
                 ):
                     return layout.REFUSED
         r = H // N
-        at_y, at_p = K, K + VP
+        y, scores = part(w, K, VP), part(w, K + VP, w.size - K - VP)
         for b in range(B):
             length = lengths[b] if lengths.size > 0 else T
             for n in range(N):
@@ -75,8 +75,8 @@ def _build(dtype: str, stamp: int) -> Callable[..., int]:
                         for i in range(K):
                             w[i] = fq[(row * H + h) * K + i] * scale
                         for block in range((seen + WIDE - 1) // WIDE):
-                            wide(fkeys, (unit * blocks + block) * K * WIDE, WIDE, K, w, 0, at_p + block * WIDE)
-                        p = w[at_p : at_p + seen]
+                            wide(fkeys, (unit * blocks + block) * K * WIDE, WIDE, K, w, scores, block * WIDE)
+                        p = part(scores, 0, seen)
                         top = -largest
                         for i in range(seen):
                             top = max(top, p[i])
@@ -86,14 +86,14 @@ def _build(dtype: str, stamp: int) -> Callable[..., int]:
                             total += p[i]
                         c = 0
                         while c + WIDE <= VP:
-                            wide(fvalues, unit * capacity * VP + c, VP, seen, w, at_p, at_y + c)
+                            wide(fvalues, unit * capacity * VP + c, VP, seen, p, y, c)
                             c += WIDE
                         while c < VP:
-                            narrow(fvalues, unit * capacity * VP + c, VP, seen, w, at_p, at_y + c)
+                            narrow(fvalues, unit * capacity * VP + c, VP, seen, p, y, c)
                             c += NARROW
                         x = (row * H + h) * V
                         for i in range(V):
-                            fo[x + i] = w[at_y + i] / total if seen > 0 else nothing
+                            fo[x + i] = y[i] / total if seen > 0 else nothing
                 if mode != WRITE:
                     for t in range(length, T):
                         x = ((b * T + t) * H + n * r) * V

@@ -10,19 +10,47 @@ from linattn_edge.errors import DtypeError, NotFiniteError, ShapeError
 Array = NDArray[Any]
 
 
+def to_array(name: str, value: Any) -> Array:
+    """`value` as a NumPy array: NumPy, a CPU tensor with `__array__` or DLPack, or nested lists."""
+    if isinstance(value, np.ndarray):
+        return value
+    try:
+        if hasattr(value, "__dlpack__") and not hasattr(value, "__array__"):
+            value = np.from_dlpack(value)
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        reason = " ".join(str(error).split())
+        raise DtypeError(f"{name}: expected an array on the CPU, got {type(value).__name__} ({reason})") from None
+
+
 def real_array(name: str, value: Any) -> Array:
-    """`value` as an array of real numbers: NumPy, a CPU tensor with `__array__` or DLPack, or nested lists."""
-    if not isinstance(value, np.ndarray):
-        try:
-            if hasattr(value, "__dlpack__") and not hasattr(value, "__array__"):
-                value = np.from_dlpack(value)
-            value = np.asarray(value)
-        except (TypeError, ValueError, RuntimeError, BufferError) as error:
-            raise DtypeError(f"{name}: expected an array on the CPU, got {type(value).__name__} ({error})") from None
-    array: Array = value
+    """`value` as an array of real numbers."""
+    array = to_array(name, value)
     if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
-        raise DtypeError(f"{name}: expected real numbers, got dtype {array.dtype}")
+        got = f"dtype {array.dtype}" if array.ndim else type(value).__name__
+        raise DtypeError(f"{name}: expected an array of real numbers, got {got}")
     return array
+
+
+def row_indices(rows: Any, B: int) -> NDArray[np.intp]:
+    """Row numbers (negative ones count from the end) or a bool mask [B] as numbers from 0 to B - 1."""
+    index = np.atleast_1d(to_array("rows", rows))
+    if index.dtype == bool:
+        check_shape("rows", index, "B", (B,))
+        return np.flatnonzero(index)
+    if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
+        raise ShapeError(f"rows: expected row numbers or a bool mask [B], got {index.dtype} {list(index.shape)}")
+    if index.size and ((index < -B).any() or (index >= B).any()):
+        raise ValueError(f"rows: expected numbers below the batch size {B}, got {index.min()} to {index.max()}")
+    return index.astype(np.intp) % max(B, 1)
+
+
+def cast_into(target: Array, name: str, symbols: str, value: Any) -> None:
+    """Copy `value` into `target`, which has the right shape and dtype; too large for float32 becomes inf."""
+    array = real_array(name, value)
+    check_shape(name, array, symbols, target.shape)
+    with np.errstate(over="ignore"):
+        target[...] = array
 
 
 def output_dtype(q: Array) -> "np.dtype[Any]":
@@ -47,19 +75,19 @@ def as_dtype(array: Array, dtype: DTypeLike) -> Array:
 
 def lengths_array(lengths: Any, B: int, T: int) -> NDArray[np.int64]:
     """Lengths [B] with 0 ≤ length ≤ T as int64."""
-    array = np.asarray(lengths)
-    if array.dtype.kind not in "iu":
+    array = to_array("lengths", lengths)
+    if array.size and array.dtype.kind not in "iu":
         raise DtypeError(f"lengths: expected integers, got dtype {array.dtype}")
     check_shape("lengths", array, "B", (B,))
     if (array < 0).any() or (array > T).any():
-        raise ValueError(f"lengths: expected numbers from 0 to T = {T}, got {array.tolist()}")
+        raise ValueError(f"lengths: expected numbers from 0 to T = {T}, got {array.min()} to {array.max()}")
     return array.astype(np.int64)
 
 
 def active_array(active: Any, B: int) -> NDArray[np.int64]:
     """The mask `active` bool [B] as lengths of 0 or 1."""
-    array = np.asarray(active)
-    if array.dtype != bool:
+    array = to_array("active", active)
+    if array.size and array.dtype != bool:
         raise DtypeError(f"active: expected bool, got dtype {array.dtype}")
     check_shape("active", array, "B", (B,))
     return array.astype(np.int64)
@@ -72,8 +100,8 @@ def check_out(out: Any, shape: tuple[int, ...], symbols: str, dtype: "np.dtype[A
     check_shape("out", out, symbols, shape)
     if out.dtype != dtype:
         raise DtypeError(f"out: expected q's dtype {dtype}, got {out.dtype}")
-    if not (out.flags.c_contiguous and out.flags.writeable and out.flags.aligned):
-        raise ValueError("out: expected a C-contiguous, aligned and writable array")
+    if not (out.flags.c_contiguous and out.flags.writeable):
+        raise ValueError("out: expected a C-contiguous and writable array")
 
 
 def check_apart(out: Array, others: dict[str, Array]) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from linattn_edge import arrays, reference
 from linattn_edge.errors import ShapeError, StateMismatchError
-from linattn_edge.features import FeatureMap, feature_map
+from linattn_edge.features import FeatureMap, feature_map, map_code
 from linattn_edge.kernels.layout import OK, READ, STEP, WRITE
 from linattn_edge.layer import Layer, make_layer, read_metadata
 from linattn_edge.softmax import SoftmaxAttention
@@ -84,6 +84,8 @@ class LinearAttention:
         )
         if backend not in BACKENDS:
             raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}; got {backend!r}")
+        if backend == "cpu" and map_code(self.layer.phi) < 0:
+            raise ValueError(f"feature_map: {self.layer.phi!r} is not a built-in map; only backend='reference' runs it")
         if isinstance(num_threads, bool) or not isinstance(num_threads, (int, np.integer)) or num_threads < 1:
             raise ValueError(f"num_threads: expected a whole number of at least 1, got {num_threads!r}")
         self.backend = backend
@@ -219,7 +221,8 @@ class LinearAttention:
         """Check everything, bring it to one dtype and layout, run. axes: 3 for a step, 4 for a sequence."""
         self._check_state(state)
         layer, B = self.layer, state.batch_size
-        given = {name: arrays.real_array(name, a) for name, a in (("q", q), ("k", k), ("v", v)) if a is not None}
+        taken = {STEP: ("q", "k", "v"), WRITE: ("k", "v"), READ: ("q",)}[mode]
+        given = {name: arrays.real_array(name, {"q": q, "k": k, "v": v}[name]) for name in taken}
         first = next(iter(given))
         lead, sizes = ("B", (B,)) if axes == 3 else ("B, T", (B, None))
         shapes = {"q": ("H, K", layer.H, layer.K), "k": ("Hk, K", layer.HK, layer.K), "v": ("Hv, V", layer.N, layer.V)}
@@ -238,11 +241,11 @@ class LinearAttention:
                 arrays.check_out(out, shape, f"{lead}, heads, V", output)
         if mode != READ:
             self._check_gates(given, g, beta, lead, sizes)
-        if lengths is not None and axes == 4:
+        if lengths is not None:
             lengths = arrays.lengths_array(lengths, B, T)
         if out is not None:
             arrays.check_apart(out, given | {"the state": state._block})
-        dtype = state._dtype
+        dtype = "float64" if self.backend == "reference" else state._dtype
         ready = {name: arrays.as_dtype(a, dtype) for name, a in given.items()}
         if axes == 3:
             ready = {name: a[:, None] for name, a in ready.items()}
@@ -299,7 +302,8 @@ class LinearAttention:
         """Run checked sequences on the backend."""
         if self.backend == "reference":
             if self.check_finite:
-                arrays.check_finite(ready, lengths)
+                kept = {name: arrays.as_dtype(a, state._dtype) for name, a in ready.items()}
+                arrays.check_finite(kept, lengths)
             reference.sequence(state, ready, lengths, y, mode)
             return
         from linattn_edge.kernels import cpu
@@ -333,7 +337,7 @@ class LinearAttention:
     @classmethod
     def load(cls, path: str | os.PathLike[str], backend: str = "cpu", num_threads: int = 1) -> "LinearAttention":
         """The layer that `save` wrote."""
-        tensors, metadata = read_file(path)
+        tensors, metadata = read_file(path, lambda metadata: read_metadata(metadata, path))
         config = read_metadata(metadata, path)
         try:
             phi = config["feature_map"]
@@ -343,7 +347,7 @@ class LinearAttention:
             attn = cls(
                 feature_map=feature_map(**phi),
                 decay=None if "decay" not in tensors else _flat_decay(tensors["decay"]),
-                check_finite=(metadata or {}).get("check_finite") != "False",
+                check_finite=metadata.get("check_finite") != "False",
                 backend=backend,
                 num_threads=num_threads,
                 **options,
@@ -430,7 +434,10 @@ def linear_attention(
         if dtype is not None and state_dtype(dtype) != state.dtype.name:
             state = State.from_arrays(attn, state.S, state.z, state.position, dtype)
     else:
-        S, z = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
+        pair = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
+        if len(pair) != 2:
+            raise ShapeError(f"initial_state: expected a State, an array S or a pair (S, z), got {len(pair)} arrays")
+        S, z = pair
         state = State.from_arrays(attn, S, z, dtype="float32" if dtype is None else dtype)
     o = attn.prefill(arrays_[0], arrays_[1], arrays_[2], state, g, beta, lengths)
     return o, state
@@ -439,4 +446,6 @@ def linear_attention(
 def warmup(attn: LinearAttention | SoftmaxAttention, dtype: DTypeLike = "float32") -> None:
     """Compile, or load from the cache, all that `attn` needs for states of that dtype: its first token then costs
     what the others do."""
+    if not isinstance(attn, (LinearAttention, SoftmaxAttention)):
+        raise TypeError(f"attn: expected a LinearAttention or a SoftmaxAttention, got {type(attn).__name__}")
     attn._warmup(state_dtype(dtype))

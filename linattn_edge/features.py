@@ -201,6 +201,11 @@ class _Monomials(FeatureMap):
 
     def _table(self, K: int) -> NDArray[np.float64]:
         order = self._order()
+        try:
+            for degree in range(self._lowest(), order + 1):
+                self._weight(degree, K) * math.sqrt(math.factorial(degree))
+        except OverflowError:
+            raise ValueError(f"{self.name}: the coefficients of {self!r} exceed the range of float64") from None
         scales, rows = [], []
         for degree in range(self._lowest(), order + 1):
             for term in itertools.combinations_with_replacement(range(K), degree):
@@ -327,10 +332,15 @@ _TABLE: tuple[type[FeatureMap], ...] = (Identity, Elu, Relu, Relu2, Polynomial, 
 MAPS: dict[str, type[FeatureMap]] = {cls.name: cls for cls in _TABLE}
 
 
+def map_code(phi: FeatureMap) -> int:
+    """Its place in the table, which is what the kernels choose by; -1 for a map that they don't know."""
+    return _TABLE.index(type(phi)) if type(phi) in _TABLE else -1
+
+
 def feature_map(name: str | FeatureMap, **parameters: Any) -> FeatureMap:
     """The map of that name: `feature_map("taylor", order=3)`. A FeatureMap is returned as it is."""
     if isinstance(name, FeatureMap):
         return name
-    if name not in MAPS:
+    if not isinstance(name, str) or name not in MAPS:
         raise ValueError(f"feature_map: expected a FeatureMap or one of {', '.join(MAPS)}; got {name!r}")
     return MAPS[name](**parameters)

@@ -11,17 +11,41 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from linattn_edge.arrays import real_array
 from linattn_edge.errors import ShapeError, StateMismatchError
 from linattn_edge.features import FeatureMap, feature_map
 from linattn_edge.rules import RULES, Rule
 
 FORMAT_VERSION = "1"
+_TINY = float(np.finfo(np.float32).tiny)
 
 
 def _size(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
     return int(value)
+
+
+def _real(name: str, value: Any, what: str, least: float) -> float:
+    """A finite number whose size float32 can hold: at least `least`, at most float32's largest."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not least <= abs(number) <= float(np.finfo(np.float32).max):
+        raise ValueError(f"{name}: expected {what}, got {value!r}")
+    return number
+
+
+def scale_value(value: Any) -> float:
+    """A scale: not 0, and neither too small nor too large for float32."""
+    return _real("scale", value, "a number other than 0 in the range of float32", _TINY)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name}: expected True or False, got {value!r}")
+    return bool(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,29 +171,29 @@ def make_layer(
     HK = min(H, N)
     phi = feature_map(feature_map_)
     F = phi.checked_dim(K)
-    if update_rule not in RULES:
+    if not isinstance(update_rule, str) or update_rule not in RULES:
         raise ValueError(f"update_rule: expected one of {', '.join(RULES)}; got {update_rule!r}")
     rule = RULES[update_rule]
     if normalize is None:
         normalize = rule.name == "linear" and phi.positive
-    elif not isinstance(normalize, (bool, np.bool_)):
-        raise ValueError(f"normalize: expected True, False or None, got {normalize!r}")
+    normalize = _flag("normalize", normalize)
     if normalize and not rule.normaliser:
         raise ValueError(f"normalize: {rule.name!r} has no normaliser z; use normalize=False")
     if scale is None:
         scale = 1.0 if normalize else K**-0.5
     elif normalize:
         raise ValueError("scale: would cancel under normalize=True; give one of the two")
-    if not (math.isfinite(scale) and scale != 0):
-        raise ValueError(f"scale: expected a finite number other than 0, got {scale!r}")
+    scale = scale_value(scale)
     if eps_mode not in ("clamp", "add"):
         raise ValueError(f"eps_mode: expected 'clamp' or 'add', got {eps_mode!r}")
-    if not (math.isfinite(eps) and eps >= 0):
-        raise ValueError(f"eps: expected a finite number of at least 0, got {eps!r}")
+    least = _TINY if eps_mode == "clamp" else 0.0
+    what = f"a number of at least {least:.3g}" + (" (float32's smallest)" if least else "")
+    if _real("eps", eps, what, least) < 0:
+        raise ValueError(f"eps: expected {what}, got {eps!r}")
     log_decay = None if decay is None else _decay(decay, rule, N, F)
     weights = np.ascontiguousarray(phi.weights(K), np.float64)
     layer = Layer(
-        H, HK, N, K, V, F, phi, rule, bool(normalize), float(scale), bool(qk_norm), log_decay, float(eps), eps_mode,
+        H, HK, N, K, V, F, phi, rule, normalize, scale, _flag("qk_norm", qk_norm), log_decay, float(eps), eps_mode,
         weights,
     )  # fmt: skip
     digest = hashlib.sha256(json.dumps(layer.config(), sort_keys=True).encode()).hexdigest()
@@ -180,7 +204,7 @@ def make_layer(
 def _decay(decay: ArrayLike, rule: Rule, N: int, F: int) -> NDArray[np.float64]:
     if not rule.decay:
         raise ValueError(f"decay: {rule.name!r} takes none; use 'gated' or 'gated_delta'")
-    array = np.array(decay, np.float64)
+    array = np.array(real_array("decay", decay), np.float64)
     if array.shape not in ((N,), (N, F)):
         raise ShapeError(
             f"decay: expected log decays of shape [N] = [{N}] or [N, F] = [{N}, {F}], got {list(array.shape)}"

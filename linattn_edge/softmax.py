@@ -1,6 +1,5 @@
 """SoftmaxAttention: exact attention over a growing key/value cache, the baseline with the same surface."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -9,6 +8,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from linattn_edge import arrays
 from linattn_edge.errors import ShapeError, StateMismatchError
 from linattn_edge.kernels.layout import OK, READ, STEP, WIDE, WRITE, padded
+from linattn_edge.layer import scale_value
 from linattn_edge.state import state_dtype
 
 Array = NDArray[Any]
@@ -80,17 +80,14 @@ class SoftmaxState:
 
     def reset(self, rows: Any = None) -> None:
         """Forget all tokens, in place, of all streams or of the given rows."""
-        index = slice(None) if rows is None else rows
+        index = slice(None) if rows is None else arrays.row_indices(rows, self.batch_size)
         self._keys[index] = 0
         self._values[index] = 0
         self._position[index] = 0
 
     def select(self, rows: Any) -> "SoftmaxState":
         """A new state of the given rows, in that order."""
-        index = np.atleast_1d(np.asarray(rows))
-        index = np.flatnonzero(index) if index.dtype == bool else index.astype(np.intp)
-        if index.size and (index.min() < -self.batch_size or index.max() >= self.batch_size):
-            raise ValueError(f"rows: expected numbers below the batch size {self.batch_size}, got {index.tolist()}")
+        index = arrays.row_indices(rows, self.batch_size)
         other = SoftmaxState(*self._sizes, index.size, self._dtype, self._values.shape[2])
         other._keys[...] = self._keys[index]
         other._values[...] = self._values[index]
@@ -131,16 +128,16 @@ class SoftmaxAttention:
                 raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
         if self.H % self.N:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {self.H}, got {self.N}")
-        self.scale = self.K**-0.5 if scale is None else float(scale)
-        if not (math.isfinite(self.scale) and self.scale != 0):
-            raise ValueError(f"scale: expected a finite number other than 0, got {scale!r}")
+        self.scale = self.K**-0.5 if scale is None else scale_value(scale)
         self.check_finite = bool(check_finite)
 
     def init_state(self, batch_size: int = 1, dtype: DTypeLike = "float32", capacity: int = 256) -> SoftmaxState:
         """An empty cache with room for `capacity` tokens at first."""
         if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 0:
             raise ValueError(f"batch_size: expected a whole number of at least 0, got {batch_size!r}")
-        return SoftmaxState(self.N, self.K, self.V, int(batch_size), dtype, capacity)
+        if isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer)) or capacity < 0:
+            raise ValueError(f"capacity: expected a whole number of at least 0, got {capacity!r}")
+        return SoftmaxState(self.N, self.K, self.V, int(batch_size), dtype, int(capacity))
 
     def step(
         self,
@@ -194,9 +191,11 @@ class SoftmaxAttention:
         from linattn_edge.kernels import softmax as kernels
 
         if not isinstance(state, SoftmaxState) or state._sizes != (self.N, self.K, self.V):
-            raise StateMismatchError(f"state: expected one of this layer's init_state(), got {state!r}")
+            got = repr(state) if isinstance(state, SoftmaxState) else type(state).__name__
+            raise StateMismatchError(f"state: expected one of this layer's init_state(), got {got}")
         B, dtype = state.batch_size, state._dtype
-        given = {name: arrays.real_array(name, a) for name, a in (("q", q), ("k", k), ("v", v)) if a is not None}
+        taken = {STEP: ("q", "k", "v"), WRITE: ("k", "v"), READ: ("q",)}[mode]
+        given = {name: arrays.real_array(name, {"q": q, "k": k, "v": v}[name]) for name in taken}
         first = next(iter(given))
         lead, sizes = ("B", (B,)) if axes == 3 else ("B, T", (B, None))
         T = 1
@@ -207,7 +206,7 @@ class SoftmaxAttention:
             if axes == 4 and name == first:
                 T = array.shape[1]
                 sizes = (B, T)
-        if lengths is not None and axes == 4:
+        if lengths is not None:
             lengths = arrays.lengths_array(lengths, B, T)
         output = None
         shape = (*((B,) if axes == 3 else (B, T)), self.H, self.V)

@@ -4,14 +4,16 @@ import contextlib
 import os
 import secrets
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from linattn_edge.errors import DtypeError, NotFiniteError, ShapeError, StateMismatchError
-from linattn_edge.features import MAPS
+from linattn_edge import arrays
+from linattn_edge.errors import DtypeError, NotFiniteError, StateMismatchError
+from linattn_edge.features import map_code
 from linattn_edge.kernels import layout
 from linattn_edge.layer import Layer
 from linattn_edge.rules import LOOPS
@@ -23,6 +25,7 @@ Array = NDArray[Any]
 
 _ALIGN = 64
 _DTYPES = {"float32": np.float32, "float64": np.float64}
+_LAST_POSITION = 2**62  # leaves room to count on
 
 
 def _aligned(nbytes: int) -> int:
@@ -32,7 +35,7 @@ def _aligned(nbytes: int) -> int:
 def state_dtype(dtype: Any) -> str:
     """ "float32" or "float64", from a name, a NumPy type or a dtype."""
     try:
-        name = np.dtype(dtype).name
+        name = "None" if dtype is None else np.dtype(dtype).name
     except TypeError:
         name = str(dtype)
     if name not in _DTYPES:
@@ -71,7 +74,7 @@ class State:
         header[[layout.B, layout.H, layout.HK, layout.N]] = B, H, layer.HK, N
         header[[layout.K, layout.V, layout.F, layout.VP]] = K, V, F, VP
         header[layout.RULE] = LOOPS.index(layer.rule.loop)
-        header[layout.MAP] = list(MAPS).index(layer.phi.name)
+        header[layout.MAP] = map_code(layer.phi)
         header[layout.NORMALIZE], header[layout.QK_NORM] = layer.normalize, layer.qk_norm
         header[layout.EPS_ADD] = layer.eps_mode == "add"
         header[layout.CONSTANT_DECAY] = layer.decay is not None
@@ -90,7 +93,7 @@ class State:
 
     @S.setter
     def S(self, value: ArrayLike) -> None:
-        self._fill("S", "[B, N, F, V]", self._S, value)
+        arrays.cast_into(self._S, "S", "B, N, F, V", value)
 
     @property
     def z(self) -> Array | None:
@@ -101,7 +104,7 @@ class State:
     def z(self, value: ArrayLike) -> None:
         if self._z is None:
             raise StateMismatchError("z: this layer does not normalise, so its state has no z")
-        self._fill("z", "[B, N, F]", self._z, value)
+        arrays.cast_into(self._z, "z", "B, N, F", value)
 
     @property
     def position(self) -> NDArray[np.int64]:
@@ -110,21 +113,14 @@ class State:
 
     @position.setter
     def position(self, value: ArrayLike) -> None:
-        array = np.asarray(value)
-        if array.dtype.kind not in "iu" or array.shape not in ((), self._position.shape):
-            raise ShapeError(f"position: expected integers [B] = {list(self._position.shape)}, got {array!r}")
-        if (array < 0).any():
-            raise ValueError(f"position: expected numbers of at least 0, got {array!r}")
+        array = arrays.to_array("position", value)
+        if array.size and array.dtype.kind not in "iu":
+            raise DtypeError(f"position: expected integers, got {array.dtype}")
+        if array.ndim:
+            arrays.check_shape("position", array, "B", self._position.shape)
+        if array.size and (array.min() < 0 or array.max() > _LAST_POSITION):
+            raise ValueError(f"position: expected 0 to {_LAST_POSITION}, got {array.min()} to {array.max()}")
         self._position[...] = array
-
-    @staticmethod
-    def _fill(name: str, symbols: str, target: Array, value: ArrayLike) -> None:
-        array = np.asarray(value)
-        if array.shape != target.shape:
-            raise ShapeError(f"{name}: expected {symbols} = {list(target.shape)}, got {list(array.shape)}")
-        if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
-            raise DtypeError(f"{name}: expected real numbers, got {array.dtype}")
-        target[...] = array
 
     @property
     def batch_size(self) -> int:
@@ -159,7 +155,7 @@ class State:
 
     def reset(self, rows: Any = None) -> None:
         """Put streams back to the beginning, in place: all of them, or the given rows (indices or a bool mask)."""
-        index = slice(None) if rows is None else self._rows(rows)
+        index = slice(None) if rows is None else arrays.row_indices(rows, self.batch_size)
         self._S[index] = 0
         if self._z is not None:
             self._z[index] = 0
@@ -167,7 +163,7 @@ class State:
 
     def select(self, rows: Any) -> "State":
         """A new state of the given rows, in that order: beam reorder, fork (repeat a row), drop (leave one out)."""
-        index = self._rows(rows)
+        index = arrays.row_indices(rows, self.batch_size)
         other = self._empty(index.size)
         other._S[...] = self._S[index]
         if other._z is not None and self._z is not None:
@@ -190,8 +186,7 @@ class State:
         Raises StateMismatchError where the configurations differ or the file is not what it says.
         """
         layer = attn.layer
-        tensors, metadata = read_file(path)
-        layer.check_metadata(metadata, path)
+        tensors, _ = read_file(path, lambda metadata: layer.check_metadata(metadata, path))
         names = {"S", "position", *(("z",) if layer.normalize else ()), *(f"layer.{n}" for n in layer.arrays())}
         if set(tensors) != names:
             raise StateMismatchError(f"{path}: expected tensors {sorted(names)}, got {sorted(tensors)}")
@@ -199,7 +194,9 @@ class State:
         if S.dtype.name not in _DTYPES:
             raise StateMismatchError(f"{path}: S: expected float32 or float64, got {S.dtype}")
         if position.ndim != 1 or position.dtype != np.int64 or (position < 0).any():
-            raise StateMismatchError(f"{path}: position: expected int64 [B] of at least 0, got {position!r}")
+            raise StateMismatchError(
+                f"{path}: position: expected int64 [B] of at least 0, got {position.dtype} {list(position.shape)}"
+            )
         B = position.size
         expected = {"S": (B, layer.N, layer.F, layer.V), "z": (B, layer.N, layer.F)}
         for name in expected.keys() & tensors.keys():
@@ -230,18 +227,15 @@ class State:
         The arrays are copied; position is one number or [B].
         """
         layer = attn.layer
-        array = np.asarray(S)
-        if array.ndim != 4 or array.shape[1:] != (layer.N, layer.F, layer.V):
-            raise ShapeError(
-                f"S: expected [B, N, F, V] = [B, {layer.N}, {layer.F}, {layer.V}], got {list(array.shape)}"
-            )
+        array = arrays.real_array("S", S)
+        arrays.check_shape("S", array, "B, N, F, V", (None, layer.N, layer.F, layer.V))
         if layer.normalize and z is None:
             raise StateMismatchError("z: this layer normalises, so its state needs z [B, N, F]")
         state = attn.init_state(array.shape[0], dtype)
         state.S = array
         if z is not None:
-            state.z = np.asarray(z)
-        state.position = np.asarray(position)
+            state.z = arrays.real_array("z", z)
+        state.position = arrays.to_array("position", position)
         for name, given in (("S", state.S), ("z", state.z)):
             if attn.check_finite and given is not None and not np.isfinite(given).all():
                 raise NotFiniteError(f"{name} holds NaN or inf; check_finite=False would allow it")
@@ -249,21 +243,6 @@ class State:
 
     def _empty(self, batch_size: int) -> "State":
         return State(self._layer, batch_size, self._dtype)
-
-    def _rows(self, rows: Any) -> NDArray[np.intp]:
-        index = np.atleast_1d(np.asarray(rows))
-        B = self.batch_size
-        if index.dtype == bool:
-            if index.shape != (B,):
-                raise ShapeError(f"rows: expected a mask [B] = [{B}], got {list(index.shape)}")
-            return np.flatnonzero(index)
-        if index.size == 0:
-            return np.zeros(0, np.intp)
-        if index.ndim != 1 or index.dtype.kind not in "iu":
-            raise ShapeError(f"rows: expected row numbers or a bool mask [B], got {index.dtype} {list(index.shape)}")
-        if (index < -B).any() or (index >= B).any():
-            raise ValueError(f"rows: expected numbers below the batch size {B}, got {index.tolist()}")
-        return index.astype(np.intp) % max(B, 1)
 
     def __repr__(self) -> str:
         la = self._layer
@@ -297,12 +276,16 @@ def write_file(path: str | os.PathLike[str], tensors: dict[str, Array], metadata
         raise
 
 
-def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, str] | None]:
-    """Tensors and metadata of a safetensors file; StateMismatchError where it is not one."""
+def read_file(
+    path: str | os.PathLike[str], check: Callable[[dict[str, str] | None], Any]
+) -> tuple[dict[str, Array], dict[str, str]]:
+    """Tensors and metadata of a safetensors file, seen by `check` first; StateMismatchError otherwise."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="numpy") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
-    except SafetensorError as error:
-        raise StateMismatchError(f"{path}: not a whole safetensors file ({error})") from None
+            metadata = file.metadata()
+            check(metadata)
+            return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
+    except (SafetensorError, TypeError) as error:  # TypeError: a dtype that NumPy does not know
+        raise StateMismatchError(f"{path}: not a readable safetensors file ({error})") from None

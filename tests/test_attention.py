@@ -1,5 +1,6 @@
 """LinearAttention against the float64 oracles: every rule, head layout and way in, on hard inputs."""
 
+import itertools
 import math
 
 import numpy as np
@@ -23,18 +24,34 @@ SIX = pytest.mark.parametrize(("rule", "gate"), VARIANTS)
 
 
 def covering(rule, gate, layout, T):
-    """Sizes, map, normaliser and start for one point of the grid: each value meets each rule, layout and T."""
-    i = VARIANTS.index((rule, gate)) * 7 + HEADS.index(layout) * 5 + T_GRID.index(T)
-    maps = ["elu", "identity", "relu", "dpfp", "elu", "relu2", "dpfp3"]
-    phi = maps[i % len(maps)]
+    """Sizes, map, normaliser and start for one point of the grid; every pair of values meets at some point."""
+    i, j, t = VARIANTS.index((rule, gate)), HEADS.index(layout), T_GRID.index(T)
+    phi = ("elu", "identity", "relu", "dpfp", "elu", "relu2", "dpfp3")[(i + 2 * j + t) % 7]
     return {
         "phi": phi,
-        "B": 1 if NOJIT else (1, 3)[i // 2 % 2],
-        "K": (4, 3, 8, 5)[i % 4] if not NOJIT else 3,
-        "V": (5, 17, 40, 8, 1)[i % 5] if not NOJIT else (5, 9)[i % 2],
-        "normalize": phi in POSITIVE and rule in ("linear", "gated") and i // 3 % 2 == 0,
-        "start": i % 3 != 0,
+        "B": 1 if NOJIT else (1, 3)[(i + j + t // 2) % 2],
+        "K": (4, 3, 8, 5)[(2 * i + j + t) % 4] if not NOJIT else 3,
+        "V": (5, 17, 40, 8, 1)[(i + j + 2 * t) % 5] if not NOJIT else (5, 9)[(i + t) % 2],
+        "normalize": phi in POSITIVE and rule in ("linear", "gated") and (i + j + t // 3) % 2 == 0,
+        "start": (i + t + j // 2) % 3 != 0,
     }
+
+
+@pytest.mark.skipif(NOJIT, reason="the grid is smaller")
+def test_the_grid_lets_every_two_values_meet():
+    points = [
+        {"variant": variant, "layout": layout, "T": T} | covering(*variant, layout, T)
+        for variant in VARIANTS
+        for layout in HEADS
+        for T in T_GRID
+    ]
+    for a, b in itertools.combinations(points[0], 2):
+        if "normalize" not in (a, b):
+            seen = {(p[a], p[b]) for p in points}
+            assert len(seen) == len({x for x, _ in seen}) * len({y for _, y in seen}), f"{a} and {b}"
+    able = [p for p in points if p["phi"] in POSITIVE and p["variant"][0] in ("linear", "gated")]
+    for a in ("variant", "layout", "T", "phi", "start", "B"):
+        assert {(p[a], p["normalize"]) for p in able} == {(p[a], n) for p in able for n in (True, False)}, a
 
 
 @SIX
@@ -568,6 +585,8 @@ def test_qk_norm(rule, gate, backend):
     case.q[0, 3] = 0.0  # a zero vector stays zero
     case.k[1, 4] = 0.0
     case.k *= 30.0
+    case.q[0, 5] *= 1e-3  # so short that the 1e-6 in the norm shows
+    case.k[0, 6] *= 1e-4 / 3
     if case.beta is not None:
         case.beta = np.minimum(case.beta, 0.4)
     state = case.start()

@@ -33,7 +33,7 @@ ALL = [
 def plain_dpfp(x, nu):
     """Schlag et al. 2021, eq. 37-38, entry by entry."""
     r = [max(a, 0.0) for a in x] + [max(-a, 0.0) for a in x]
-    return [r[i] * r[i - j] for j in range(1, nu + 1) for i in range(len(r))]
+    return [r[i] * r[(i - j) % len(r)] for j in range(1, nu + 1) for i in range(len(r))]
 
 
 def similarity(phi, q, k):
@@ -119,7 +119,7 @@ def test_taylor_is_within_its_error_bound(order, K):
     rounding = 1e-14 * np.sqrt(phi.kernel(q, q) * phi.kernel(k, k))
     error = np.abs(phi.kernel(q, k) - np.exp(x))
     assert (error <= bound + rounding).all()
-    assert error.max() > 1e-3 * bound.max()  # and the bound is not idle
+    assert (error >= 0.3 * bound - rounding)[np.abs(x) < 1].all()  # and the bound is not idle
 
 
 def test_odd_taylor_orders_go_negative_and_even_ones_do_not():
@@ -175,7 +175,7 @@ def test_relu_maps_by_hand():
 
 
 def test_dpfp_by_hand():
-    """x = (2, −3): r = (2, 0, 0, 3). nu = 1: r times r turned by one, (3, 2, 0, 0); nu = 2: and by two, (0, 3, 2, 0)."""
+    """x = (2, −3): r = (2, 0, 0, 3), times r turned by one place, (3, 2, 0, 0), and by two, (0, 3, 2, 0)."""
     x = np.array([2.0, -3.0])
     np.testing.assert_array_equal(la.Dpfp()(x), [6, 0, 0, 0])
     np.testing.assert_array_equal(la.Dpfp(nu=2)(x), [6, 0, 0, 0, 0, 0, 0, 0])
@@ -350,7 +350,7 @@ def test_too_many_features_are_refused_with_the_number(phi, K, F):
         assert str(MAX_FEATURES) in str(caught.value)
 
 
-@pytest.mark.parametrize("phi", [la.Taylor(order=200), la.Polynomial(degree=1100), la.Polynomial(2, 1e300)], ids=repr)
+@pytest.mark.parametrize("phi", [la.Taylor(200), la.Polynomial(1100), la.Polynomial(2, 1e300)], ids=repr)
 def test_coefficients_beyond_float64_are_refused_in_words(phi):
     """F is small here, but the coefficients are not numbers that a float64 can hold."""
     with pytest.raises(ValueError, match=phi.name):

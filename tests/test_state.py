@@ -304,7 +304,8 @@ def test_a_reset_row_starts_from_nothing(attn):
 
 
 @pytest.mark.parametrize(
-    "rows", [[3], [-4], [0, 7], 1.0, [0.5], "a", [[0, 1]], [True, False], np.ones(4, bool), np.ones((3, 1), bool)]
+    "rows",
+    [[3], [-4], [0, 7], 1.0, [0.5], "a", [[0, 1]], [True, False], np.ones(4, bool), np.ones((3, 1), bool)],
 )
 @pytest.mark.parametrize("method", ["select", "reset"])
 def test_rows_that_are_not_there(attn, method, rows):
@@ -352,6 +353,18 @@ def test_python_copies_are_whole_states(attn, by):
     more = tokens(attn)
     np.testing.assert_array_equal(attn.prefill(*more, other), attn.prefill(*more, state))
     assert_same(other, numbers(state))
+
+
+def test_a_layer_can_be_copied_and_pickled(attn):
+    """As a process pool does; before and after its first token."""
+    state = attn.init_state(B)
+    more = tokens(attn)
+    for _ in range(2):
+        others = copy.deepcopy(attn), pickle.loads(pickle.dumps(attn))
+        before = state.copy()
+        y = attn.prefill(*more, state)
+        for other in others:
+            np.testing.assert_array_equal(other.prefill(*more, before.copy()), y)
 
 
 def test_repr_is_one_line(attn):
@@ -460,7 +473,11 @@ LAYERS = {
     "gqa": {"num_heads": 4, "num_kv_heads": 2, "qk_norm": True},
     "gva": {"num_value_heads": 4, "update_rule": "gated_delta"},
     "decay": {"update_rule": "gated", "decay": [-0.1, -np.inf]},
-    "channel decay": {"update_rule": "gated", "decay": -np.arange(N * K).reshape(N, K) / 3, "normalize": True},
+    "channel decay": {
+        "update_rule": "gated",
+        "decay": -np.arange(N * K).reshape(N, K) / 3,
+        "normalize": True,
+    },
     "unchecked": {"check_finite": False},
 }
 

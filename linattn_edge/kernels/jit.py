@@ -7,6 +7,7 @@ Numba's own cache only watches the file that holds the jitted function. So each 
 a hash of every source file that can end up in it: edit or upgrade one in place and the old machine code is not found.
 """
 
+import functools
 import hashlib
 import math
 import warnings
@@ -70,17 +71,22 @@ def kernel(build: Callable[[int], Callable[..., int]], signature: tuple[Any, ...
         return _interpreted(function, signature)
     try:
         compiled = njit(cache=True, **OPTIONS)(function)
-    except RuntimeError as error:  # Numba: "no locator available"
-        warnings.warn(
-            f"kernels are compiled anew in each process: no cache folder can be written ({error}); "
-            "set NUMBA_CACHE_DIR to one that can",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    except RuntimeError:  # Numba: "no locator available"
+        _warn_uncached()
         compiled = njit(**OPTIONS)(function)
     compiled.compile(signature)
     compiled.disable_compile()
     return compiled
+
+
+@functools.cache
+def _warn_uncached() -> None:
+    """Once a process: functools.cache is the memory."""
+    warnings.warn(
+        "kernels are compiled anew in each process, since no cache folder can be written; set NUMBA_CACHE_DIR to one",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _interpreted(function: Callable[..., int], signature: tuple[Any, ...]) -> Callable[..., int]:

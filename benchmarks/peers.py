@@ -1,0 +1,213 @@
+"""Other ways to run one token on a CPU: NumPy, ONNX Runtime's fused operator, torch. Each in its best in-place form.
+
+A peer is built from a `Problem` by one function of `PEERS`, which raises Missing where its package is not installed.
+All do the full token: exp of g included, state in float32, updated in place, inputs and outputs in buffers of theirs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+from measure import Array, Missing
+
+import linattn_edge as la
+
+CHECKED_TOKENS = 3
+TOLERANCE = 1e-4  # of the largest number in the right answer; float32 gives about 1e-6
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One layer, one stream, identity map, no normaliser: what all peers can do. The same token over and over."""
+
+    rule: str
+    H: int
+    d: int
+    seed: int = 0
+
+    @cached_property
+    def arrays(self) -> dict[str, Array]:
+        """S [1, H, d, d]; q, k (unit length), v [1, H, d]; g per channel for "gated", per head for "gated_delta"."""
+        draw = np.random.default_rng(self.seed)
+        q, k, v = draw.standard_normal((3, 1, self.H, self.d), dtype=np.float32)
+        k /= np.linalg.norm(k, axis=-1, keepdims=True)
+        found = {"S": draw.standard_normal((1, self.H, self.d, self.d), dtype=np.float32) * 0.1, "q": q, "k": k, "v": v}
+        if self.rule in ("gated", "gated_delta"):
+            shape = (1, self.H, self.d)[: 3 if self.rule == "gated" else 2]
+            found["g"] = draw.uniform(-0.1, -0.01, shape).astype(np.float32)
+        if self.rule in ("delta", "gated_delta"):
+            found["beta"] = draw.uniform(0.3, 0.9, (1, self.H)).astype(np.float32)
+        return found
+
+    @property
+    def scale(self) -> float:
+        return self.d**-0.5
+
+    def layer(self, **options: Any) -> la.LinearAttention:
+        return la.LinearAttention(self.H, self.d, feature_map="identity", update_rule=self.rule, **options)
+
+    @cached_property
+    def answer(self) -> tuple[Array, Array]:
+        """The last output [H, d] and the state [H, d, d] after CHECKED_TOKENS tokens, from the float64 reference."""
+        x = dict(self.arrays)
+        attn = self.layer(backend="reference")
+        state = la.State.from_arrays(attn, x.pop("S").astype(np.float64), dtype="float64")
+        for _ in range(CHECKED_TOKENS):
+            y = attn.step(**x, state=state)
+        return y[0], state.S[0]
+
+
+@dataclass
+class Peer:
+    """`step()` does one token; `read()` gives the last output [H, d] and the state [H, d, d] as they are then."""
+
+    step: Callable[[], object]
+    read: Callable[[], tuple[Array, Array]]
+    keep: Any = None  # what must stay alive
+
+
+def disagreement(peer: Peer, problem: Problem) -> str | None:
+    """What a fresh peer gets wrong in its first tokens, or None."""
+    for _ in range(CHECKED_TOKENS):
+        peer.step()
+    for name, got, right in zip(("output", "state"), peer.read(), problem.answer, strict=True):
+        error = np.abs(got - right).max() / np.abs(right).max()
+        if not error <= TOLERANCE:  # so that NaN counts as wrong
+            return f"its {name} is off by {error:.1e}"
+    return None
+
+
+def ours(problem: Problem) -> Peer:
+    attn, x = problem.layer(), dict(problem.arrays)
+    state = la.State.from_arrays(attn, x.pop("S"))
+    out = np.empty_like(x["v"])
+    return Peer(partial(attn.step, **x, state=state, out=out), lambda: (out[0], state.S[0]))
+
+
+def numpy_peer(problem: Problem) -> Peer:
+    """Whole-array operations with every result in a buffer: reading, decaying and writing are sweeps of their own."""
+    x = {name: a[0].copy() for name, a in problem.arrays.items()}
+    S, q, k, v, scale = x["S"], x["q"], x["k"], x["v"], np.float32(problem.scale)
+    row, column, value, write = k[:, None, :], k[:, :, None], v[:, None, :], np.empty_like(S)
+    read, y, factor = np.empty_like(value), np.empty_like(value), np.empty_like(x["g"] if "g" in x else q)
+    wide = factor.reshape(problem.H, -1, 1)
+
+    def step() -> None:
+        if "g" in x:
+            np.exp(x["g"], out=factor)
+            np.multiply(S, wide, out=S)
+        if "beta" in x:
+            np.matmul(row, S, out=read)
+            np.subtract(value, read, out=read)
+            np.multiply(read, x["beta"][:, None, None], out=read)
+            np.multiply(column, read, out=write)
+        else:
+            np.multiply(column, value, out=write)
+        np.add(S, write, out=S)
+        np.matmul(q[:, None, :], S, out=y)
+        np.multiply(y, scale, out=y)
+
+    return Peer(step, lambda: (y[:, 0], S))
+
+
+def onnxruntime_peer(problem: Problem) -> Peer:
+    """com.microsoft::LinearAttention, one thread, all inputs and outputs bound; the state's buffer is both."""
+    try:
+        import onnxruntime as ort
+        from onnx import TensorProto, helper
+    except ImportError as error:
+        raise Missing(f"{error.name} is not installed") from None
+    H, d = problem.H, problem.d
+    x = dict(problem.arrays)
+    feeds = {"past_state": x["S"].copy()}
+    for symbol, name in (("q", "query"), ("k", "key"), ("v", "value"), ("g", "decay"), ("beta", "beta")):
+        if symbol in x:
+            feeds[name] = x[symbol].reshape(1, 1, -1).copy()
+    order = ("query", "key", "value", "past_state", "decay", "beta")
+    names = [name if name in feeds else "" for name in order]
+    while not names[-1]:
+        names.pop()
+    node = helper.make_node(
+        "LinearAttention",
+        names,
+        ["output", "present_state"],
+        domain="com.microsoft",
+        q_num_heads=H,
+        kv_num_heads=H,
+        update_rule=problem.rule,
+        scale=problem.scale,
+    )
+    real = TensorProto.FLOAT
+    graph = helper.make_graph(
+        [node],
+        "step",
+        [helper.make_tensor_value_info(name, real, a.shape) for name, a in feeds.items()],
+        [
+            helper.make_tensor_value_info("output", real, (1, 1, H * d)),
+            helper.make_tensor_value_info("present_state", real, (1, H, d, d)),
+        ],
+    )
+    domains = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=domains, ir_version=10)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 4
+    try:
+        session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # a release without the operator
+        raise Missing(f"onnxruntime {ort.__version__} does not run it ({type(error).__name__})") from None
+    output = np.zeros((1, 1, H * d), np.float32)
+    buffers = {**feeds, "output": output}
+    values = {name: ort.OrtValue.ortvalue_from_numpy(a) for name, a in buffers.items()}
+    binding = session.io_binding()
+    for name in feeds:
+        binding.bind_ortvalue_input(name, values[name])
+    binding.bind_ortvalue_output("output", values["output"])
+    binding.bind_ortvalue_output("present_state", values["past_state"])
+
+    def read() -> tuple[Array, Array]:
+        return values["output"].numpy().reshape(H, d).copy(), values["past_state"].numpy()[0].copy()
+
+    return Peer(partial(session.run_with_iobinding, binding), read, keep=(values, buffers))
+
+
+def torch_peer(problem: Problem) -> Peer:
+    """Eager, one thread, in place."""
+    try:
+        import torch
+    except (ImportError, OSError):
+        raise Missing("torch is not installed") from None
+    torch.set_num_threads(1)
+    x = {name: torch.from_numpy(a[0].copy()) for name, a in problem.arrays.items()}
+    S, q, k, v, scale = x["S"], x["q"][:, None], x["k"][:, :, None], x["v"][:, None], problem.scale
+    row = x["k"][:, None]
+    y, read = torch.empty_like(v), torch.empty_like(v)
+    factor = torch.empty_like(x["g"]) if "g" in x else None
+    beta = x["beta"][:, None, None] if "beta" in x else None
+
+    def step() -> None:
+        with torch.inference_mode():
+            if factor is not None:
+                torch.exp(x["g"], out=factor)
+                S.mul_(factor.view(problem.H, -1, 1))
+            if beta is None:
+                S.baddbmm_(k, v)
+            else:
+                torch.bmm(row, S, out=read)
+                torch.sub(v, read, out=read)
+                read.mul_(beta)
+                S.baddbmm_(k, read)
+            torch.bmm(q, S, out=y)
+            y.mul_(scale)
+
+    return Peer(step, lambda: (y[:, 0].numpy(), S.numpy()))
+
+
+PEERS: dict[str, Callable[[Problem], Peer]] = {
+    "linattn_edge": ours,
+    "ONNX Runtime": onnxruntime_peer,
+    "NumPy": numpy_peer,
+    "torch": torch_peer,
+}

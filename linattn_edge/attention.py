@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from linattn_edge import arrays, reference
 from linattn_edge.errors import ShapeError, StateMismatchError
 from linattn_edge.features import FeatureMap, feature_map, map_code
-from linattn_edge.kernels.layout import OK, READ, STEP, WRITE
+from linattn_edge.kernels.layout import OK, READ, STEP, WORTH_SHARING, WRITE
 from linattn_edge.layer import Layer, make_layer, read_metadata
 from linattn_edge.softmax import SoftmaxAttention
 from linattn_edge.state import State, read_file, state_dtype, write_file
@@ -39,7 +39,7 @@ class LinearAttention:
         eps, eps_mode: "clamp" keeps |denominator| ≥ eps with its sign; "add" gives num / (den + eps).
         check_finite: refuse NaN and inf in q, k, v, g and beta (g = -inf, a hard reset, is legal).
         backend: "cpu" (compiled) or "reference" (float64 NumPy).
-        num_threads: threads of a call.
+        num_threads: threads that share a call's heads and streams, where it is large enough; no result depends on it.
 
     Shapes: a step takes [B, heads, width], a sequence [B, T, heads, width]; g [B, (T,) N] per head or [B, (T,) N,
     F] per channel, natural log, ≤ 0; beta [B, (T,) N]. y has max(H, N) heads and q's dtype. Everything is computed
@@ -173,7 +173,9 @@ class LinearAttention:
             if active is not None or state._fingerprint is not self._fingerprint:
                 return None
             dtype = state._dtype
-            entry, weights, no_g, no_beta, no_lengths = self._entries[dtype]
+            entry, weights, no_g, no_beta, no_lengths, control = self._entries[dtype]
+            if self.num_threads > 1 and state._bytes >= WORTH_SHARING:
+                control = self._helpers(dtype)
             if g is None:
                 g = no_g
             elif no_g.size or g.ndim < 2:
@@ -181,9 +183,8 @@ class LinearAttention:
             elif g.ndim == 2:
                 g = g[:, :, None]
             y = out if out is not None else np.empty((q.shape[0], self._outputs, self._V), dtype)
-            code = entry(
-                q, k, v, g, no_beta if beta is None else beta, no_lengths, y, weights, state._block, self.check_finite
-            )
+            beta = no_beta if beta is None else beta
+            code = entry(q, k, v, g, beta, no_lengths, y, weights, state._block, self.check_finite, control)
             return y if code == OK else None
         except (TypeError, KeyError, AttributeError, IndexError):
             return None
@@ -194,12 +195,21 @@ class LinearAttention:
         if state._fingerprint != self._fingerprint:
             raise StateMismatchError(f"state: belongs to another layer: {self.layer.describe_difference(state._layer)}")
 
-    def _constants(self, dtype: str) -> tuple[Array, Array, Array, NDArray[np.int64]]:
-        """What a compiled call gets for φ's weights, and in the place of g, beta and lengths that are not given."""
+    def _constants(self, dtype: str) -> tuple[Array, ...]:
+        """What a compiled call gets for φ's weights, and for g, beta, lengths and helpers where there are none."""
         layer = self.layer
         width = 1 if layer.rule.decay else 0
         no_g = np.zeros((0, 0, width)) if layer.decay is None else layer.decay[None]
-        return layer.weights.astype(dtype), no_g.astype(dtype), np.zeros((0, 0), dtype), np.zeros(0, np.int64)
+        none = np.zeros(0, np.int64)
+        return layer.weights.astype(dtype), no_g.astype(dtype), np.zeros((0, 0), dtype), none, none
+
+    def _helpers(self, dtype: str) -> Array:
+        """The control block of the helper threads, who have been woken."""
+        from linattn_edge import threads
+
+        crew = threads.get_crew(dtype, self.num_threads)
+        crew.wake()
+        return crew.control
 
     def _prepare(self, dtype: str) -> None:
         """Compile or load the step for a state dtype, once."""
@@ -214,6 +224,8 @@ class LinearAttention:
             from linattn_edge.kernels import cpu
 
             cpu.sequence(dtype)
+            if self.num_threads > 1:
+                cpu.helper(dtype)
 
     def _run(
         self, mode: int, axes: int, q: Any, k: Any, v: Any, state: State, g: Any, beta: Any, lengths: Any, out: Any
@@ -310,7 +322,9 @@ class LinearAttention:
 
         dtype = state._dtype
         self._prepare(dtype)
-        _, weights, no_g, no_beta, no_lengths = self._entries[dtype]
+        _, weights, no_g, no_beta, no_lengths, control = self._entries[dtype]
+        if self.num_threads > 1 and state._bytes * next(iter(ready.values())).shape[1] >= WORTH_SHARING:
+            control = self._helpers(dtype)
         none = np.zeros((0, 0, 0, 0), dtype)
         code = cpu.sequence(dtype)(
             ready.get("q", none),
@@ -323,6 +337,7 @@ class LinearAttention:
             weights,
             state._block,
             self.check_finite,
+            control,
             mode,
         )
         if code != OK:

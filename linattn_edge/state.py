@@ -50,7 +50,7 @@ class State:
     the tokens seen. One thread at a time may use a state; different states may be used at once.
     """
 
-    __slots__ = ("_S", "_block", "_dtype", "_fingerprint", "_layer", "_position", "_z")
+    __slots__ = ("_S", "_block", "_bytes", "_dtype", "_fingerprint", "_layer", "_position", "_z")
 
     def __init__(self, layer: Layer, batch_size: int, dtype: Any = "float32") -> None:
         B = batch_size
@@ -84,6 +84,7 @@ class State:
         self._position = self._block[positions : positions + B * 8].view(np.int64)
         whole = self._block[s:][: B * N * F * VP * real.itemsize].view(real).reshape(B, N, F, VP)
         self._S = whole[..., :V]
+        self._bytes = B * N * F * VP * real.itemsize
         self._z = self._block[z:][: B * N * F * real.itemsize].view(real).reshape(B, N, F) if layer.normalize else None
 
     @property

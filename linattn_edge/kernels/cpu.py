@@ -17,9 +17,9 @@ import numpy as np
 from numba import types
 
 from linattn_edge.features import MAPS
-from linattn_edge.kernels import layout, maths
+from linattn_edge.kernels import crew, layout, maths
 from linattn_edge.kernels.jit import device, kernel, switch
-from linattn_edge.kernels.lanes import Operations, flat, operations, part, view
+from linattn_edge.kernels.lanes import Operations, at_address, flat, operations, part, view
 from linattn_edge.kernels.layout import NARROW, READ, STEP, WIDE, WRITE
 from linattn_edge.rules import LOOPS
 
@@ -187,13 +187,12 @@ narrow = _columns(operations(NARROW), NARROW)
 
 
 @device
-def advance(
-    header, reals, position, S, z, w, piece, weights, q, k, v, g, beta, lengths, out, T, width, mode, first, last
-):
-    """Take state heads first … last of B·N through T tokens. q, k, v, g, beta, out, S, z and w are flat.
+def advance(block, w, piece, weights, sides, heads, q, k, v, g, beta, lengths, out, T, width, mode, first, last):
+    """Take state heads first … last of B·N through T tokens; all arrays are flat, weights [sides, heads, P] too.
 
     Tokens are packed into scratch, head by head. A step uses k, v and out where they are, as far as it can.
     """
+    header = view(block, 0, layout.HEADER, np.int64)
     H_, HK_, N_, K_, V_, F_, VP_ = header[H], header[HK], header[N], header[K], header[V], header[F], header[VP]
     r = max(1, H_ // N_)  # query heads that read one state
     shared = max(1, N_ // H_)  # states that share one query head
@@ -203,10 +202,14 @@ def advance(
     normalize, add = header[layout.NORMALIZE] != 0, header[layout.EPS_ADD] != 0
     takes_beta = header[layout.TAKES_BETA] != 0
     constant = header[layout.CONSTANT_DECAY] != 0
+    itemsize = w.itemsize
+    position = view(block, header[layout.AT_POSITION], header[B], np.int64)
+    S = view(block, header[layout.AT_S], (header[layout.AT_Z] - header[layout.AT_S]) // itemsize, w.dtype)
+    z = view(block, header[layout.AT_Z], (header[layout.AT_WORK] - header[layout.AT_Z]) // itemsize, w.dtype)
+    reals = view(block, 8 * layout.SCALE, 2, np.float64)
     scale, eps = w.dtype.type(reals[0]), w.dtype.type(reals[1])
     one, nothing = w.dtype.type(1), w.dtype.type(0)
-    sides, heads, P = weights.shape
-    rows = flat(weights)
+    P = weights.size // (sides * heads)
     plain = code == IDENTITY and not norm
     in_place = piece == 1 and V_ == VP_
 
@@ -250,7 +253,7 @@ def advance(
                     if plain and piece == 1:
                         k_ = kt = part(k, x, K_)
                     else:
-                        phi(code, norm, part(k, x, K_), kt, part(rows, key_row * P, P), now, scratch)
+                        phi(code, norm, part(k, x, K_), kt, part(weights, key_row * P, P), now, scratch)
                     decay = part(decays, t * F_, F_)
                     if width > 0:
                         x = ((0 if constant else row * N_) + n) * width
@@ -277,7 +280,7 @@ def advance(
                     if plain:
                         scaled(part(q, x, K_), scale if not normalize else one, qt)
                     else:
-                        phi(code, norm, part(q, x, K_), qt, part(rows, query_row * P, P), now, scratch)
+                        phi(code, norm, part(q, x, K_), qt, part(weights, query_row * P, P), now, scratch)
                         if not normalize and scale != one:
                             scaled(qt, scale, qt)
                     if normalize:
@@ -346,6 +349,9 @@ def all_finite(header, lengths, T, q, k, v, g, beta, largest):
     return True
 
 
+piece_length, work_size = device(layout.piece_length), device(layout.work_size)
+
+
 @device
 def overlap(a, b):
     start, other = a.ctypes.data, b.ctypes.data
@@ -355,11 +361,111 @@ def overlap(a, b):
 piece_length, work_size = device(layout.piece_length), device(layout.work_size)
 
 
+@device
+def share(
+    helped, control, block, w, piece, weights, sides, heads, q, k, v, g, beta, lengths, out, T, width, mode, total
+):
+    """Take all state heads through T tokens, or, with helpers, chunks of them until none is left."""
+    first, chunk = 0, total
+    if helped:
+        chunk = control[crew.CHUNK]
+        first = crew.add(control, crew.NEXT, chunk)
+    while first < total:
+        last = min(total, first + chunk)
+        advance(
+            block, w, piece, weights, sides, heads, q, k, v, g, beta, lengths, out, T, width, mode, first, last
+        )  # fmt: skip
+        first = crew.add(control, crew.NEXT, chunk) if helped else total
+
+
+@device
+def post(job, place, array):
+    """Write one array's address and size to a job."""
+    job[crew.JOB + 2 * place] = array.ctypes.data
+    job[crew.JOB + 2 * place + 1] = array.size
+
+
+@device
+def posted(job, place, dtype):
+    """The array that `post` wrote."""
+    return at_address(job[crew.JOB + 2 * place], job[crew.JOB + 2 * place + 1], dtype)
+
+
+NUMBERS = crew.JOB + 2 * 9  # piece, sides, heads, T, width and mode follow the nine arrays of a job
+
+
+@device
+def run(control, block, w, piece, weights, q, k, v, g, beta, lengths, out, T, width, mode):
+    """Run checked and flat arrays, with the helpers that wait at `control` (empty: none), and count the tokens."""
+    header = view(block, 0, layout.HEADER, np.int64)
+    total = header[B] * header[N]
+    sides, heads, _ = weights.shape
+    rows = flat(weights)
+    helped = control.size > 0 and crew.swap(control, crew.BUSY, 1) == 0
+    if helped:
+        post(control, 0, block)
+        post(control, 1, rows)
+        post(control, 2, q)
+        post(control, 3, k)
+        post(control, 4, v)
+        post(control, 5, g)
+        post(control, 6, beta)
+        post(control, 7, lengths)
+        post(control, 8, out)
+        control[NUMBERS] = piece
+        control[NUMBERS + 1] = sides
+        control[NUMBERS + 2] = heads
+        control[NUMBERS + 3] = T
+        control[NUMBERS + 4] = width
+        control[NUMBERS + 5] = mode
+        crew.open_job(control, total)
+    share(helped, control, block, w, piece, rows, sides, heads, q, k, v, g, beta, lengths, out, T, width, mode, total)
+    if helped:
+        crew.close_job(control)
+    if mode != READ:
+        position = view(block, header[layout.AT_POSITION], header[B], np.int64)
+        for b in range(header[B]):
+            position[b] += lengths[b] if lengths.size > 0 else T
+
+
+def _build_helper(dtype: str, stamp: int) -> Callable[..., int]:
+    item = np.dtype(dtype).type
+
+    def helper(control):
+        """Take part in every job that is opened at `control`; return when there has been none for a while."""
+        _ = stamp
+        served = looks = 0
+        while looks < crew.SPINS:
+            ticket = crew.get(control, crew.TICKET)
+            if ticket % 2 == 0 or ticket == served:
+                looks += 1
+                crew.relax()
+                continue
+            served = ticket
+            looks = 0
+            if crew.enter(control, ticket):
+                block = posted(control, 0, np.uint8)
+                header = view(block, 0, layout.HEADER, np.int64)
+                piece = control[NUMBERS]
+                size = work_size(piece, header[H], header[N], header[K], header[F], header[VP])
+                share(
+                    True, control, block, np.empty(size, item), piece, posted(control, 1, item), control[NUMBERS + 1],
+                    control[NUMBERS + 2], posted(control, 2, item), posted(control, 3, item), posted(control, 4, item),
+                    posted(control, 5, item), posted(control, 6, item), posted(control, 7, np.int64),
+                    posted(control, 8, item), control[NUMBERS + 3], control[NUMBERS + 4], control[NUMBERS + 5],
+                    header[B] * header[N],
+                )  # fmt: skip
+                crew.leave(control)
+        return layout.OK
+
+    return helper
+
+
 def _build_step(dtype: str, stamp: int) -> Callable[..., int]:
     item, itemsize = np.dtype(dtype).type, np.dtype(dtype).itemsize
     largest = np.finfo(dtype).max
 
-    def step(q, k, v, g, beta, lengths, out, weights, block, check):
+    def step(q, k, v, g, beta, lengths, out, weights, block, check, control):
         """One token of each stream; q, k, v, g, out [B, heads, width], beta [B, N], lengths [B] of 0 or 1, or empty."""
         _ = stamp
         header = view(block, 0, layout.HEADER, np.int64)
@@ -383,7 +489,6 @@ def _build_step(dtype: str, stamp: int) -> Callable[..., int]:
         if B_ == 0:
             return layout.OK
         flat_q, flat_k, flat_v, flat_g, flat_beta = flat(q), flat(k), flat(v), flat(g), flat(beta)
-        flat_out = flat(out)
         if check and not all_finite(header, lengths, 1, flat_q, flat_k, flat_v, flat_g, flat_beta, largest):
             return layout.REFUSED
         if (
@@ -391,17 +496,10 @@ def _build_step(dtype: str, stamp: int) -> Callable[..., int]:
             or overlap(out, block)
         ):  # fmt: skip
             return layout.REFUSED
-        reals = view(block, 8 * layout.SCALE, 2, np.float64)
-        position = view(block, header[layout.AT_POSITION], B_, np.int64)
-        S = view(block, header[layout.AT_S], (header[layout.AT_Z] - header[layout.AT_S]) // itemsize, item)
-        z = view(block, header[layout.AT_Z], (header[layout.AT_WORK] - header[layout.AT_Z]) // itemsize, item)
         w = view(block, header[layout.AT_WORK], (header[layout.END] - header[layout.AT_WORK]) // itemsize, item)
-        advance(
-            header, reals, position, S, z, w, 1, weights, flat_q, flat_k, flat_v, flat_g, flat_beta, lengths,
-            flat_out, 1, width, STEP, 0, B_ * N_,
+        run(
+            control, block, w, 1, weights, flat_q, flat_k, flat_v, flat_g, flat_beta, lengths, flat(out), 1, width, STEP
         )  # fmt: skip
-        for b in range(B_):
-            position[b] += lengths[b] if lengths.size > 0 else 1
         return layout.OK
 
     return step
@@ -411,7 +509,7 @@ def _build_sequence(dtype: str, stamp: int) -> Callable[..., int]:
     item, itemsize = np.dtype(dtype).type, np.dtype(dtype).itemsize
     largest = np.finfo(dtype).max
 
-    def sequence(q, k, v, g, beta, lengths, out, weights, block, check, mode):
+    def sequence(q, k, v, g, beta, lengths, out, weights, block, check, control, mode):
         """T tokens of each stream, shapes checked by the caller; arrays [B, T, heads, width], beta [B, T, N].
 
         mode STEP writes then reads each token, WRITE has no q and no out, READ no k, v, g and beta.
@@ -427,17 +525,10 @@ def _build_sequence(dtype: str, stamp: int) -> Callable[..., int]:
             return layout.REFUSED
         piece = min(T, piece_length(H_, N_, K_, F_, VP_, itemsize))
         w = np.empty(work_size(piece, H_, N_, K_, F_, VP_), item)
-        reals = view(block, 8 * layout.SCALE, 2, np.float64)
-        position = view(block, header[layout.AT_POSITION], B_, np.int64)
-        S = view(block, header[layout.AT_S], (header[layout.AT_Z] - header[layout.AT_S]) // itemsize, item)
-        z = view(block, header[layout.AT_Z], (header[layout.AT_WORK] - header[layout.AT_Z]) // itemsize, item)
-        advance(
-            header, reals, position, S, z, w, piece, weights, flat_q, flat_k, flat_v, flat_g, flat_beta, lengths,
-            flat(out), T, g.shape[3], mode, 0, B_ * N_,
+        run(
+            control, block, w, piece, weights, flat_q, flat_k, flat_v, flat_g, flat_beta, lengths, flat(out), T,
+            g.shape[3], mode,
         )  # fmt: skip
-        if mode != READ:
-            for b in range(B_):
-                position[b] += lengths[b] if lengths.size > 0 else T
         return layout.OK
 
     return sequence
@@ -450,7 +541,11 @@ def _signature(dtype: str, axes: int) -> tuple[Any, ...]:
         return types.Array(of, ndim, "C", readonly=True)
 
     arrays = [taken(axes)] * 4 + [taken(axes - 1), taken(1, types.int64)]
-    return (*arrays, types.Array(real, axes, "C"), taken(3), types.Array(types.uint8, 1, "C"), types.boolean)
+    kept = types.Array(real, axes, "C"), taken(3), types.Array(types.uint8, 1, "C")
+    return (*arrays, *kept, types.boolean, _CONTROL)
+
+
+_CONTROL = types.Array(types.int64, 1, "C")
 
 
 @functools.cache
@@ -463,3 +558,9 @@ def step(dtype: str) -> Callable[..., int]:
 def sequence(dtype: str) -> Callable[..., int]:
     """The compiled prefill, write and read for states of that dtype; arguments are checked by the caller."""
     return kernel(functools.partial(_build_sequence, dtype), (*_signature(dtype, 4), types.int64))
+
+
+@functools.cache
+def helper(dtype: str) -> Callable[..., int]:
+    """The compiled loop of a helper thread for states of that dtype (see crew.py)."""
+    return kernel(functools.partial(_build_helper, dtype), (_CONTROL,))

@@ -185,6 +185,18 @@ def _flat(typing: Any, array: Any) -> Any:
 
 
 @intrinsic
+def at_address(typing: Any, address: Any, count: Any, dtype: Any) -> Any:
+    """`count` numbers at a memory address that another thread handed over."""
+    result = types.Array(dtype.dtype, 1, "C")
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+        return _borrow(context, builder, result, pointer, args[1])
+
+    return result(types.int64, types.intp, dtype), code
+
+
+@intrinsic
 def _part(typing: Any, array: Any, at: Any, count: Any) -> Any:
     result = types.Array(array.dtype, 1, "C")
 

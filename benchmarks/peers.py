@@ -7,10 +7,11 @@ All do the full token: exp of g included, state in float32, updated in place, in
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
-from measure import Array, Missing
+from measure import Array, Missing, aligned
 
 import linattn_edge as la
 
@@ -33,7 +34,12 @@ class Problem:
         draw = np.random.default_rng(self.seed)
         q, k, v = draw.standard_normal((3, 1, self.H, self.d), dtype=np.float32)
         k /= np.linalg.norm(k, axis=-1, keepdims=True)
-        found = {"S": draw.standard_normal((1, self.H, self.d, self.d), dtype=np.float32) * 0.1, "q": q, "k": k, "v": v}
+        found = {
+            "S": draw.standard_normal((1, self.H, self.d, self.d), dtype=np.float32) * 0.1,
+            "q": q,
+            "k": k,
+            "v": v,
+        }
         if self.rule in ("gated", "gated_delta"):
             shape = (1, self.H, self.d)[: 3 if self.rule == "gated" else 2]
             found["g"] = draw.uniform(-0.1, -0.01, shape).astype(np.float32)
@@ -79,6 +85,13 @@ def disagreement(peer: Peer, problem: Problem) -> str | None:
     return None
 
 
+def own(a: Array) -> Array:
+    """A copy at an address that suits vector loads, so that no peer is slow by chance."""
+    copy = aligned(a.shape)
+    copy[...] = a
+    return copy
+
+
 def ours(problem: Problem) -> Peer:
     attn, x = problem.layer(), dict(problem.arrays)
     state = la.State.from_arrays(attn, x.pop("S"))
@@ -88,10 +101,10 @@ def ours(problem: Problem) -> Peer:
 
 def numpy_peer(problem: Problem) -> Peer:
     """Whole-array operations with every result in a buffer: reading, decaying and writing are sweeps of their own."""
-    x = {name: a[0].copy() for name, a in problem.arrays.items()}
+    x = {name: own(a[0]) for name, a in problem.arrays.items()}
     S, q, k, v, scale = x["S"], x["q"], x["k"], x["v"], np.float32(problem.scale)
-    row, column, value, write = k[:, None, :], k[:, :, None], v[:, None, :], np.empty_like(S)
-    read, y, factor = np.empty_like(value), np.empty_like(value), np.empty_like(x["g"] if "g" in x else q)
+    row, column, value, write = k[:, None, :], k[:, :, None], v[:, None, :], own(S)
+    read, y, factor = np.empty_like(value), np.empty_like(value), np.empty_like(x.get("g", q))
     wide = factor.reshape(problem.H, -1, 1)
 
     def step() -> None:
@@ -112,8 +125,12 @@ def numpy_peer(problem: Problem) -> Peer:
     return Peer(step, lambda: (y[:, 0], S))
 
 
-def onnxruntime_peer(problem: Problem) -> Peer:
-    """com.microsoft::LinearAttention, one thread, all inputs and outputs bound; the state's buffer is both."""
+def onnxruntime_peer(problem: Problem, shared: bool = True) -> Peer:
+    """com.microsoft::LinearAttention, one thread, all inputs and outputs bound.
+
+    shared: one buffer is both the past and the present state, which spares the operator a copy (its documentation
+    promises nothing; the answers are checked). Otherwise two buffers change places with each token.
+    """
     try:
         import onnxruntime as ort
         from onnx import TensorProto, helper
@@ -121,10 +138,10 @@ def onnxruntime_peer(problem: Problem) -> Peer:
         raise Missing(f"{error.name} is not installed") from None
     H, d = problem.H, problem.d
     x = dict(problem.arrays)
-    feeds = {"past_state": x["S"].copy()}
+    feeds = {"past_state": own(x["S"])}
     for symbol, name in (("q", "query"), ("k", "key"), ("v", "value"), ("g", "decay"), ("beta", "beta")):
         if symbol in x:
-            feeds[name] = x[symbol].reshape(1, 1, -1).copy()
+            feeds[name] = own(x[symbol].reshape(1, 1, -1))
     order = ("query", "key", "value", "past_state", "decay", "beta")
     names = [name if name in feeds else "" for name in order]
     while not names[-1]:
@@ -158,19 +175,29 @@ def onnxruntime_peer(problem: Problem) -> Peer:
         session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # a release without the operator
         raise Missing(f"onnxruntime {ort.__version__} does not run it ({type(error).__name__})") from None
-    output = np.zeros((1, 1, H * d), np.float32)
-    buffers = {**feeds, "output": output}
+    buffers = {**feeds, "output": aligned((1, 1, H * d)), "other": own(feeds["past_state"])}
     values = {name: ort.OrtValue.ortvalue_from_numpy(a) for name, a in buffers.items()}
-    binding = session.io_binding()
-    for name in feeds:
-        binding.bind_ortvalue_input(name, values[name])
-    binding.bind_ortvalue_output("output", values["output"])
-    binding.bind_ortvalue_output("present_state", values["past_state"])
+    bindings = []
+    for past, present in (
+        [("past_state", "past_state")] if shared else [("past_state", "other"), ("other", "past_state")]
+    ):
+        binding = session.io_binding()
+        for name in feeds:
+            binding.bind_ortvalue_input(name, values[past if name == "past_state" else name])
+        binding.bind_ortvalue_output("output", values["output"])
+        binding.bind_ortvalue_output("present_state", values[present])
+        bindings.append((binding, present))
+    turns = cycle(bindings)
+    newest = ["past_state"]
+
+    def step() -> None:
+        binding, newest[0] = next(turns)
+        session.run_with_iobinding(binding)
 
     def read() -> tuple[Array, Array]:
-        return values["output"].numpy().reshape(H, d).copy(), values["past_state"].numpy()[0].copy()
+        return values["output"].numpy().reshape(H, d).copy(), values[newest[0]].numpy()[0].copy()
 
-    return Peer(partial(session.run_with_iobinding, binding), read, keep=(values, buffers))
+    return Peer(step, read, keep=(values, buffers))
 
 
 def torch_peer(problem: Problem) -> Peer:
@@ -180,7 +207,7 @@ def torch_peer(problem: Problem) -> Peer:
     except (ImportError, OSError):
         raise Missing("torch is not installed") from None
     torch.set_num_threads(1)
-    x = {name: torch.from_numpy(a[0].copy()) for name, a in problem.arrays.items()}
+    x = {name: torch.from_numpy(own(a[0])) for name, a in problem.arrays.items()}
     S, q, k, v, scale = x["S"], x["q"][:, None], x["k"][:, :, None], x["v"][:, None], problem.scale
     row = x["k"][:, None]
     y, read = torch.empty_like(v), torch.empty_like(v)
@@ -208,6 +235,7 @@ def torch_peer(problem: Problem) -> Peer:
 PEERS: dict[str, Callable[[Problem], Peer]] = {
     "linattn_edge": ours,
     "ONNX Runtime": onnxruntime_peer,
+    "ONNX Runtime, two state buffers": partial(onnxruntime_peer, shared=False),
     "NumPy": numpy_peer,
     "torch": torch_peer,
 }

@@ -14,7 +14,7 @@ from linattn_edge.features import FeatureMap, feature_map, map_code
 from linattn_edge.kernels.layout import OK, READ, STEP, WORTH_SHARING, WRITE
 from linattn_edge.layer import Layer, make_layer, read_metadata
 from linattn_edge.softmax import SoftmaxAttention
-from linattn_edge.state import State, read_file, state_dtype, write_file
+from linattn_edge.state import State, compute_dtype, read_file, state_dtype, write_file
 
 Array = NDArray[Any]
 
@@ -99,7 +99,11 @@ class LinearAttention:
         ] = {}  # by state dtype: the compiled step and what it gets for absent inputs
 
     def init_state(self, batch_size: int = 1, dtype: DTypeLike = "float32") -> State:
-        """A fresh state for `batch_size` streams; dtype "float32" or "float64"."""
+        """A fresh state for `batch_size` streams.
+
+        dtype: "float32", "float64", or, for the rules that forget (gated, delta, gated_delta), "float16" or "bfloat16":
+        half the memory traffic, float32 arithmetic, S rounded after each step (in a prefill, after a piece of it).
+        """
         return State(self.layer, batch_size, dtype)
 
     def step(
@@ -182,7 +186,7 @@ class LinearAttention:
                 return None
             elif g.ndim == 2:
                 g = g[:, :, None]
-            y = out if out is not None else np.empty((q.shape[0], self._outputs, self._V), dtype)
+            y = out if out is not None else np.empty((q.shape[0], self._outputs, self._V), q.dtype)
             beta = no_beta if beta is None else beta
             code = entry(q, k, v, g, beta, no_lengths, y, weights, state._block, self.check_finite, control)
             return y if code == OK else None
@@ -201,6 +205,7 @@ class LinearAttention:
         width = 1 if layer.rule.decay else 0
         no_g = np.zeros((0, 0, width)) if layer.decay is None else layer.decay[None]
         none = np.zeros(0, np.int64)
+        dtype = compute_dtype(dtype)
         return layer.weights.astype(dtype), no_g.astype(dtype), np.zeros((0, 0), dtype), none, none
 
     def _helpers(self, dtype: str) -> Array:
@@ -257,7 +262,7 @@ class LinearAttention:
             lengths = arrays.lengths_array(lengths, B, T)
         if out is not None:
             arrays.check_apart(out, given | {"the state": state._block})
-        dtype = "float64" if self.backend == "reference" else state._dtype
+        dtype = "float64" if self.backend == "reference" else compute_dtype(state._dtype)
         ready = {name: arrays.as_dtype(a, dtype) for name, a in given.items()}
         if axes == 3:
             ready = {name: a[:, None] for name, a in ready.items()}
@@ -314,7 +319,7 @@ class LinearAttention:
         """Run checked sequences on the backend."""
         if self.backend == "reference":
             if self.check_finite:
-                kept = {name: arrays.as_dtype(a, state._dtype) for name, a in ready.items()}
+                kept = {name: arrays.as_dtype(a, compute_dtype(state._dtype)) for name, a in ready.items()}
                 arrays.check_finite(kept, lengths)
             reference.sequence(state, ready, lengths, y, mode)
             return
@@ -325,7 +330,7 @@ class LinearAttention:
         _, weights, no_g, no_beta, no_lengths, control = self._entries[dtype]
         if self.num_threads > 1 and state._bytes * next(iter(ready.values())).shape[1] >= WORTH_SHARING:
             control = self._helpers(dtype)
-        none = np.zeros((0, 0, 0, 0), dtype)
+        none = np.zeros((0, 0, 0, 0), compute_dtype(dtype))
         code = cpu.sequence(dtype)(
             ready.get("q", none),
             ready.get("k", none),
@@ -446,7 +451,7 @@ def linear_attention(
     elif isinstance(initial_state, State):
         attn._check_state(initial_state)
         state = initial_state.copy()
-        if dtype is not None and state_dtype(dtype) != state.dtype.name:
+        if dtype is not None and state_dtype(dtype) != state._dtype:
             state = State.from_arrays(attn, state.S, state.z, state.position, dtype)
     else:
         pair = initial_state if isinstance(initial_state, tuple) else (initial_state, None)

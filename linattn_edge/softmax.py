@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from linattn_edge import arrays
-from linattn_edge.errors import ShapeError, StateMismatchError
-from linattn_edge.kernels.layout import OK, READ, STEP, WIDE, WRITE, padded
+from linattn_edge.errors import DtypeError, ShapeError, StateMismatchError
+from linattn_edge.kernels.layout import HALVES, OK, READ, STEP, WIDE, WRITE, padded
 from linattn_edge.layer import scale_value
 from linattn_edge.state import state_dtype
 
@@ -22,6 +22,8 @@ class SoftmaxState:
     ) -> None:
         self._sizes = num_heads, key_dim, value_dim
         self._dtype = state_dtype(dtype)
+        if self._dtype in HALVES:
+            raise DtypeError(f"dtype: a cache is float32 or float64, got {dtype!r}")
         self._position = np.zeros(batch_size, np.int64)
         self._allocate(capacity)
 

@@ -687,7 +687,7 @@ S_ = (B, N, K, V)
         ({"more": np.zeros(1)}, "more"),
         ({"S": np.zeros(S_, np.float16)}, "S: "),
         ({"S": np.zeros(S_, np.int32)}, "S: "),
-        ({"S": np.zeros(S_, np.float64)}, "z: .*float64"),  # S and z must agree
+        ({"S": np.zeros(S_, np.float64)}, "S: .*float64"),  # not what the metadata says
         ({"S": np.zeros((B, N, V, K), np.float32)}, r"S: .*\[3, 2, 4, 5\].*\[3, 2, 5, 4\]"),
         ({"S": np.zeros((B + 1, N, K, V), np.float32)}, "S: "),
         ({"z": np.zeros((B, N), np.float32)}, "z: "),

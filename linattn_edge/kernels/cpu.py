@@ -140,42 +140,29 @@ def _columns(op: Operations, width: int) -> Callable[..., None]:
     )
 
     @device
-    def columns(rule, mode, S, at, F, VP, c, count, r, k, q, decay, dk, dq, v, y, beta, qk, buffer):
-        dense = count >= DENSE
-        block = part(S, at + c, F * VP - c)
-        stride = VP
-        if dense:
-            for i in range(F):
-                store(buffer, i * width, load(S, at + c + i * VP))
-            block = part(buffer, 0, F * width)
-            stride = width
+    def tokens(rule, mode, S, at, stride, F, VP, c, count, r, k, q, decay, dk, dq, v, y, beta, qk):
         for t in range(count):
             f, o = t * F, t * VP
             first = 0
             if mode != READ:
-                update(
-                    rule,
-                    block,
-                    0,
-                    stride,
-                    F,
-                    part(k, f, F),
-                    part(q, f, F),
-                    part(decay, f, F),
-                    part(dk, f, F),
-                    part(dq, f, F),
-                    part(v, o, VP),
-                    part(y, o, VP),
-                    c,
-                    beta[t],
-                    qk[t],
-                )
+                kt, qt, decay_t = part(k, f, F), part(q, f, F), part(decay, f, F)
+                dkt, dqt, vt, yt = part(dk, f, F), part(dq, f, F), part(v, o, VP), part(y, o, VP)
+                update(rule, S, at, stride, F, kt, qt, decay_t, dkt, dqt, vt, yt, c, beta[t], qk[t])
                 first = 1
             if mode != WRITE:
                 for j in range(first, r):
                     row = j * count + t
-                    read(block, 0, stride, F, part(q, row * F, F), part(y, row * VP, VP), c)
-        if dense and mode != READ:
+                    read(S, at, stride, F, part(q, row * F, F), part(y, row * VP, VP), c)
+
+    @device
+    def columns(rule, mode, S, at, F, VP, c, count, r, k, q, decay, dk, dq, v, y, beta, qk, buffer):
+        if count < DENSE:
+            tokens(rule, mode, S, at + c, VP, F, VP, c, count, r, k, q, decay, dk, dq, v, y, beta, qk)
+            return
+        for i in range(F):
+            store(buffer, i * width, load(S, at + c + i * VP))
+        tokens(rule, mode, buffer, 0, width, F, VP, c, count, r, k, q, decay, dk, dq, v, y, beta, qk)
+        if mode != READ:
             for i in range(F):
                 store(S, at + c + i * VP, load(buffer, i * width))
 
@@ -187,7 +174,7 @@ narrow = _columns(operations(NARROW), NARROW)
 
 
 @device
-def advance(block, w, piece, weights, sides, heads, q, k, v, g, beta, lengths, out, T, width, mode, first, last):
+def advance(block, S, w, piece, weights, sides, heads, q, k, v, g, beta, lengths, out, T, width, mode, first, last):
     """Take state heads first … last of B·N through T tokens; all arrays are flat, weights [sides, heads, P] too.
 
     Tokens are packed into scratch, head by head. A step uses k, v and out where they are, as far as it can.
@@ -204,7 +191,6 @@ def advance(block, w, piece, weights, sides, heads, q, k, v, g, beta, lengths, o
     constant = header[layout.CONSTANT_DECAY] != 0
     itemsize = w.itemsize
     position = view(block, header[layout.AT_POSITION], header[B], np.int64)
-    S = view(block, header[layout.AT_S], (header[layout.AT_Z] - header[layout.AT_S]) // itemsize, w.dtype)
     z = view(block, header[layout.AT_Z], (header[layout.AT_WORK] - header[layout.AT_Z]) // itemsize, w.dtype)
     reals = view(block, 8 * layout.SCALE, 2, np.float64)
     scale, eps = w.dtype.type(reals[0]), w.dtype.type(reals[1])
@@ -363,7 +349,7 @@ piece_length, work_size = device(layout.piece_length), device(layout.work_size)
 
 @device
 def share(
-    helped, control, block, w, piece, weights, sides, heads, q, k, v, g, beta, lengths, out, T, width, mode, total
+    helped, control, block, S, w, piece, weights, sides, heads, q, k, v, g, beta, lengths, out, T, width, mode, total
 ):
     """Take all state heads through T tokens, or, with helpers, chunks of them until none is left."""
     first, chunk = 0, total
@@ -373,9 +359,23 @@ def share(
     while first < total:
         last = min(total, first + chunk)
         advance(
-            block, w, piece, weights, sides, heads, q, k, v, g, beta, lengths, out, T, width, mode, first, last
+            block, S, w, piece, weights, sides, heads, q, k, v, g, beta, lengths, out, T, width, mode, first, last
         )  # fmt: skip
         first = crew.add(control, crew.NEXT, chunk) if helped else total
+
+
+@device
+def state_matrix(block, kept):
+    """S of a block, flat, as it is stored."""
+    header = view(block, 0, layout.HEADER, np.int64)
+    return view(block, header[layout.AT_S], header[B] * header[N] * header[F] * header[VP], kept)
+
+
+def _types(dtype: str) -> tuple[Any, Any]:
+    """What a state of that dtype is computed in, and stored as."""
+    if dtype in layout.HALVES:
+        return np.float32, np.uint16 if dtype == "float16" else np.int16
+    return np.dtype(dtype).type, np.dtype(dtype).type
 
 
 @device
@@ -395,7 +395,7 @@ NUMBERS = crew.JOB + 2 * 9  # piece, sides, heads, T, width and mode follow the 
 
 
 @device
-def run(control, block, w, piece, weights, q, k, v, g, beta, lengths, out, T, width, mode):
+def run(control, block, S, w, piece, weights, q, k, v, g, beta, lengths, out, T, width, mode):
     """Run checked and flat arrays, with the helpers that wait at `control` (empty: none), and count the tokens."""
     header = view(block, 0, layout.HEADER, np.int64)
     total = header[B] * header[N]
@@ -419,7 +419,9 @@ def run(control, block, w, piece, weights, q, k, v, g, beta, lengths, out, T, wi
         control[NUMBERS + 4] = width
         control[NUMBERS + 5] = mode
         crew.open_job(control, total)
-    share(helped, control, block, w, piece, rows, sides, heads, q, k, v, g, beta, lengths, out, T, width, mode, total)
+    share(
+        helped, control, block, S, w, piece, rows, sides, heads, q, k, v, g, beta, lengths, out, T, width, mode, total
+    )
     if helped:
         crew.close_job(control)
     if mode != READ:
@@ -429,7 +431,7 @@ def run(control, block, w, piece, weights, q, k, v, g, beta, lengths, out, T, wi
 
 
 def _build_helper(dtype: str, stamp: int) -> Callable[..., int]:
-    item = np.dtype(dtype).type
+    item, kept = _types(dtype)
 
     def helper(control):
         """Take part in every job that is opened at `control`; return when there has been none for a while."""
@@ -449,7 +451,8 @@ def _build_helper(dtype: str, stamp: int) -> Callable[..., int]:
                 piece = control[NUMBERS]
                 size = work_size(piece, header[H], header[N], header[K], header[F], header[VP])
                 share(
-                    True, control, block, np.empty(size, item), piece, posted(control, 1, item), control[NUMBERS + 1],
+                    True, control, block, state_matrix(block, kept), np.empty(size, item), piece,
+                    posted(control, 1, item), control[NUMBERS + 1],
                     control[NUMBERS + 2], posted(control, 2, item), posted(control, 3, item), posted(control, 4, item),
                     posted(control, 5, item), posted(control, 6, item), posted(control, 7, np.int64),
                     posted(control, 8, item), control[NUMBERS + 3], control[NUMBERS + 4], control[NUMBERS + 5],
@@ -462,8 +465,8 @@ def _build_helper(dtype: str, stamp: int) -> Callable[..., int]:
 
 
 def _build_step(dtype: str, stamp: int) -> Callable[..., int]:
-    item, itemsize = np.dtype(dtype).type, np.dtype(dtype).itemsize
-    largest = np.finfo(dtype).max
+    item, kept = _types(dtype)
+    itemsize, largest = np.dtype(item).itemsize, np.finfo(item).max
 
     def step(q, k, v, g, beta, lengths, out, weights, block, check, control):
         """One token of each stream; q, k, v, g, out [B, heads, width], beta [B, N], lengths [B] of 0 or 1, or empty."""
@@ -496,9 +499,11 @@ def _build_step(dtype: str, stamp: int) -> Callable[..., int]:
             or overlap(out, block)
         ):  # fmt: skip
             return layout.REFUSED
+        S = state_matrix(block, kept)
         w = view(block, header[layout.AT_WORK], (header[layout.END] - header[layout.AT_WORK]) // itemsize, item)
         run(
-            control, block, w, 1, weights, flat_q, flat_k, flat_v, flat_g, flat_beta, lengths, flat(out), 1, width, STEP
+            control, block, S, w, 1, weights, flat_q, flat_k, flat_v, flat_g, flat_beta, lengths, flat(out), 1, width,
+            STEP,
         )  # fmt: skip
         return layout.OK
 
@@ -506,8 +511,8 @@ def _build_step(dtype: str, stamp: int) -> Callable[..., int]:
 
 
 def _build_sequence(dtype: str, stamp: int) -> Callable[..., int]:
-    item, itemsize = np.dtype(dtype).type, np.dtype(dtype).itemsize
-    largest = np.finfo(dtype).max
+    item, kept = _types(dtype)
+    itemsize, largest = np.dtype(item).itemsize, np.finfo(item).max
 
     def sequence(q, k, v, g, beta, lengths, out, weights, block, check, control, mode):
         """T tokens of each stream, shapes checked by the caller; arrays [B, T, heads, width], beta [B, T, N].
@@ -524,9 +529,10 @@ def _build_sequence(dtype: str, stamp: int) -> Callable[..., int]:
         if check and not all_finite(header, lengths, T, flat_q, flat_k, flat_v, flat_g, flat_beta, largest):
             return layout.REFUSED
         piece = min(T, piece_length(H_, N_, K_, F_, VP_, itemsize))
+        S = state_matrix(block, kept)
         w = np.empty(work_size(piece, H_, N_, K_, F_, VP_), item)
         run(
-            control, block, w, piece, weights, flat_q, flat_k, flat_v, flat_g, flat_beta, lengths, flat(out), T,
+            control, block, S, w, piece, weights, flat_q, flat_k, flat_v, flat_g, flat_beta, lengths, flat(out), T,
             g.shape[3], mode,
         )  # fmt: skip
         return layout.OK
@@ -535,7 +541,7 @@ def _build_sequence(dtype: str, stamp: int) -> Callable[..., int]:
 
 
 def _signature(dtype: str, axes: int) -> tuple[Any, ...]:
-    real = types.float32 if dtype == "float32" else types.float64
+    real = types.float64 if dtype == "float64" else types.float32
 
     def taken(ndim: int, of: Any = real) -> Any:
         return types.Array(of, ndim, "C", readonly=True)

@@ -19,6 +19,10 @@ from numba.extending import intrinsic, register_model
 
 from linattn_edge.kernels.jit import DISABLED
 
+# Numba has no half precision on the CPU: such numbers are stored as integers of these types, float32 in registers.
+FLOAT16, BFLOAT16 = types.uint16, types.int16
+HALVES = (FLOAT16, BFLOAT16)
+
 _SUFFIX = {types.float32: "f32", types.float64: "f64"}
 _ELEMENT = {types.float32: ir.FloatType(), types.float64: ir.DoubleType()}
 
@@ -30,7 +34,6 @@ class Lanes(types.Type):
         self.scalar = scalar
         self.suffix = f"v{width}{_SUFFIX[scalar]}"
         self.vector = ir.VectorType(_ELEMENT[scalar], width)
-        self.align = scalar.bitwidth // 8
         super().__init__(f"Lanes({scalar}, {width})")
 
 
@@ -102,22 +105,44 @@ def _zero(typing: Any, y: Any) -> Any:
 
 
 def _compiled(width: int) -> Operations:
+    shorts = ir.VectorType(ir.IntType(16), width)
+    words = ir.VectorType(ir.IntType(32), width)
+
+    def number(value: int) -> Any:
+        return ir.Constant(words, [value] * width)
+
     @intrinsic
     def load(typing: Any, array: Any, at: Any) -> Any:
-        lanes = Lanes(array.dtype, width)
+        stored = array.dtype
+        lanes = Lanes(types.float32 if stored in HALVES else stored, width)
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            value = builder.load(_pointer(context, builder, signature.args[0], args[0], args[1], lanes.vector))
-            value.align = lanes.align
+            vector = shorts if stored in HALVES else lanes.vector
+            value = builder.load(_pointer(context, builder, signature.args[0], args[0], args[1], vector))
+            value.align = stored.bitwidth // 8
+            if stored == FLOAT16:
+                return builder.fpext(builder.bitcast(value, ir.VectorType(ir.HalfType(), width)), lanes.vector)
+            if stored == BFLOAT16:
+                return builder.bitcast(builder.shl(builder.zext(value, words), number(16)), lanes.vector)
             return value
 
         return lanes(array, types.intp), code
 
     @intrinsic
     def store(typing: Any, array: Any, at: Any, value: Any) -> Any:
+        stored = array.dtype
+
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            target = _pointer(context, builder, signature.args[0], args[0], args[1], value.vector)
-            builder.store(args[2], target).align = value.align
+            data = args[2]
+            if stored == FLOAT16:
+                data = builder.bitcast(builder.fptrunc(data, ir.VectorType(ir.HalfType(), width)), shorts)
+            elif stored == BFLOAT16:  # to the nearest, ties to even
+                bits = builder.bitcast(data, words)
+                odd = builder.and_(builder.lshr(bits, number(16)), number(1))
+                rounded = builder.add(bits, builder.add(odd, number(0x7FFF)))
+                data = builder.trunc(builder.lshr(rounded, number(16)), shorts)
+            target = _pointer(context, builder, signature.args[0], args[0], args[1], data.type)
+            builder.store(data, target).align = stored.bitwidth // 8
             return context.get_dummy_value()
 
         return types.void(array, types.intp, value), code
@@ -127,9 +152,19 @@ def _compiled(width: int) -> Operations:
 
 def _interpreted(width: int) -> Operations:
     def load(array: Any, at: int) -> Any:
-        return array[at : at + width].copy()
+        data = array[at : at + width].copy()
+        if data.dtype == np.uint16:
+            return data.view(np.float16).astype(np.float32)
+        if data.dtype == np.int16:
+            return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return data
 
     def store(array: Any, at: int, value: Any) -> None:
+        if array.dtype == np.uint16:
+            value = value.astype(np.float16).view(np.uint16)
+        elif array.dtype == np.int16:
+            bits = value.view(np.uint32)
+            value = ((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16).astype(np.uint16).view(np.int16)
         array[at : at + width] = value
 
     return Operations(
@@ -143,7 +178,7 @@ def _interpreted(width: int) -> Operations:
 
 
 def operations(width: int) -> Operations:
-    """Lane operations, `width` numbers at a time, on arrays of float32 or float64."""
+    """Lane operations, `width` numbers at a time, on arrays of float32, float64 or stored halves."""
     return _interpreted(width) if DISABLED else _compiled(width)
 
 

@@ -17,9 +17,9 @@ NARROW = 8  # columns of S come in multiples of this
 WIDE = 32  # columns handled at once where V allows
 PIECE = 64  # tokens packed together in a prefill
 WORK_BYTES = 1 << 18  # a prefill's scratch stays near this, in cache
-WORTH_SHARING = (
-    1 << 20
-)  # bytes of state times tokens from which a call may ask helper threads: waking one costs some µs
+WORTH_SHARING = 1 << 20  # bytes of state, times tokens, from which a call may ask for helpers: waking one costs some µs
+
+HALVES = ("float16", "bfloat16")  # state dtypes that are computed in float32
 
 # what a call does
 WRITE, READ, STEP = 1, 2, 3

@@ -19,7 +19,7 @@ from numba import types
 from linattn_edge.features import MAPS
 from linattn_edge.kernels import crew, layout, maths
 from linattn_edge.kernels.jit import device, kernel, switch
-from linattn_edge.kernels.lanes import Operations, at_address, flat, operations, part, view
+from linattn_edge.kernels.lanes import Operations, at_address, flat, operations, part, pointer, view
 from linattn_edge.kernels.layout import NARROW, READ, STEP, WIDE, WRITE
 from linattn_edge.rules import LOOPS
 
@@ -131,7 +131,8 @@ def weighted_rows(op: Operations) -> Callable[..., None]:
 def _columns(op: Operations, width: int) -> Callable[..., None]:
     """One block of `width` columns of one state head, taken through a piece of `count` tokens.
 
-    k, decay, dk and dq are [count, F], q [r, count, F], v [count, VP], y [r, count, VP], beta and qk [count], all flat.
+    k, decay, dk and dq are [count, F], q [r, count, F], beta and qk [count], all flat; a token's v is at t * vs, its y for
+    query head j at j * yj + t * ys.
     """
     load, store = op.load, op.store
     read = weighted_rows(op)
@@ -140,31 +141,30 @@ def _columns(op: Operations, width: int) -> Callable[..., None]:
     )
 
     @device
-    def tokens(rule, mode, S, at, stride, F, VP, c, count, r, k, q, decay, dk, dq, v, y, beta, qk):
+    def tokens(rule, mode, S, at, stride, F, c, count, r, k, q, decay, dk, dq, v, vs, y, ys, yj, beta, qk):
         for t in range(count):
-            f, o = t * F, t * VP
+            f = t * F
             first = 0
             if mode != READ:
-                kt, qt, decay_t = part(k, f, F), part(q, f, F), part(decay, f, F)
-                dkt, dqt, vt, yt = part(dk, f, F), part(dq, f, F), part(v, o, VP), part(y, o, VP)
+                kt, qt, decay_t = pointer(k, f), pointer(q, f), pointer(decay, f)
+                dkt, dqt, vt, yt = pointer(dk, f), pointer(dq, f), pointer(v, t * vs), pointer(y, t * ys)
                 update(rule, S, at, stride, F, kt, qt, decay_t, dkt, dqt, vt, yt, c, beta[t], qk[t])
                 first = 1
             if mode != WRITE:
                 for j in range(first, r):
-                    row = j * count + t
-                    read(S, at, stride, F, part(q, row * F, F), part(y, row * VP, VP), c)
+                    read(S, at, stride, F, pointer(q, (j * count + t) * F), pointer(y, j * yj + t * ys), c)
 
     @device
-    def columns(rule, mode, S, at, F, VP, c, count, r, k, q, decay, dk, dq, v, y, beta, qk, buffer):
+    def columns(rule, mode, S, F, VP, c, count, r, k, q, decay, dk, dq, v, vs, y, ys, yj, beta, qk, buffer):
         if count < DENSE:
-            tokens(rule, mode, S, at + c, VP, F, VP, c, count, r, k, q, decay, dk, dq, v, y, beta, qk)
+            tokens(rule, mode, S, c, VP, F, c, count, r, k, q, decay, dk, dq, v, vs, y, ys, yj, beta, qk)
             return
         for i in range(F):
-            store(buffer, i * width, load(S, at + c + i * VP))
-        tokens(rule, mode, buffer, 0, width, F, VP, c, count, r, k, q, decay, dk, dq, v, y, beta, qk)
+            store(buffer, i * width, load(S, c + i * VP))
+        tokens(rule, mode, buffer, 0, width, F, c, count, r, k, q, decay, dk, dq, v, vs, y, ys, yj, beta, qk)
         if mode != READ:
             for i in range(F):
-                store(S, at + c + i * VP, load(buffer, i * width))
+                store(S, c + i * VP, load(buffer, i * width))
 
     return columns
 
@@ -177,7 +177,7 @@ narrow = _columns(operations(NARROW), NARROW)
 def advance(block, S, w, piece, weights, sides, heads, q, k, v, g, beta, lengths, out, T, width, mode, first, last):
     """Take state heads first … last of B·N through T tokens; all arrays are flat, weights [sides, heads, P] too.
 
-    Tokens are packed into scratch, head by head. A step uses k, v and out where they are, as far as it can.
+    Queries and keys are packed into scratch, head by head; v and out are used where they are if V is whole lanes.
     """
     header = view(block, 0, layout.HEADER, np.int64)
     H_, HK_, N_, K_, V_, F_, VP_ = header[H], header[HK], header[N], header[K], header[V], header[F], header[VP]
@@ -197,7 +197,7 @@ def advance(block, S, w, piece, weights, sides, heads, q, k, v, g, beta, lengths
     one, nothing = w.dtype.type(1), w.dtype.type(0)
     P = weights.size // (sides * heads)
     plain = code == IDENTITY and not norm
-    in_place = piece == 1 and V_ == VP_
+    exact = V_ == VP_  # then v and y are used where they are
 
     ks = part(w, 0, piece * F_)
     qs = part(w, piece * F_, r * piece * F_)
@@ -215,21 +215,30 @@ def advance(block, S, w, piece, weights, sides, heads, q, k, v, g, beta, lengths
     a += (2 + r) * piece
     scratch = part(w, a, K_)
     buffer = part(w, a + K_, F_ * WIDE)
-    k_, v_, y_ = part(ks, 0, ks.size), part(vs, 0, vs.size), part(ys, 0, ys.size)
+    # what the columns get: scratch, or where a step finds things
+    kp, vp, yp = pointer(ks, 0), pointer(vs, 0), pointer(ys, 0)
+    qp, decayp, dkp, dqp = pointer(qs, 0), pointer(decays, 0), pointer(dks, 0), pointer(dqs, 0)
+    betap, qkp, bufferp = pointer(betas, 0), pointer(qks, 0), pointer(buffer, 0)
 
     if width == 0:
         fill(decays, one)
-    b, n = first // N_, first % N_ - 1
-    for unit in range(first, last):
-        n += 1
-        if n == N_:
-            b, n = b + 1, 0
-        length = lengths[b] if lengths.size > 0 else T
-        zn = part(z, unit * F_ if normalize else 0, F_ if normalize else 0)
-        hk = n if keys == 1 else n // keys
-        key_row = 0 if heads == 1 else hk % heads
-        for start in range(0, length, piece):
+    # Pieces outside, heads inside: a token's heads are neighbours in memory, and its pages are visited once that way.
+    for start in range(0, T, piece):
+        b, n = first // N_, first % N_ - 1
+        for unit in range(first, last):
+            n += 1
+            if n == N_:
+                b, n = b + 1, 0
+            length = lengths[b] if lengths.size > 0 else T
+            if mode != WRITE:
+                for t in range(max(length, start), min(T, start + piece)):
+                    fill(part(out, ((b * T + t) * outputs + n * r) * V_, r * V_), nothing)
             count = min(piece, length - start)
+            if count <= 0:
+                continue
+            zn = part(z, unit * F_ if normalize else 0, F_ if normalize else 0)
+            hk = n if keys == 1 else n // keys
+            key_row = 0 if heads == 1 else hk % heads
             for t in range(count):
                 row = b * T + start + t
                 now = position[b] + start + t
@@ -237,18 +246,15 @@ def advance(block, S, w, piece, weights, sides, heads, q, k, v, g, beta, lengths
                 if mode != READ:
                     x = (row * HK_ + hk) * K_
                     if plain and piece == 1:
-                        k_ = kt = part(k, x, K_)
+                        kt, kp = part(k, x, K_), pointer(k, x)
                     else:
                         phi(code, norm, part(k, x, K_), kt, part(weights, key_row * P, P), now, scratch)
                     decay = part(decays, t * F_, F_)
                     if width > 0:
                         x = ((0 if constant else row * N_) + n) * width
                         exp_into(part(g, x, width), decay)
-                    x = (row * N_ + n) * V_
-                    if in_place:
-                        v_ = part(v, x, V_)
-                    else:
-                        copy_padded(part(v, x, V_), part(vs, t * VP_, VP_))
+                    if not exact:
+                        copy_padded(part(v, (row * N_ + n) * V_, V_), part(vs, t * VP_, VP_))
                     if takes_beta:
                         betas[t] = beta[row * N_ + n]
                     if normalize:
@@ -275,27 +281,29 @@ def advance(block, S, w, piece, weights, sides, heads, q, k, v, g, beta, lengths
                     qt = part(qs, t * F_, F_)
                     decay = part(decays, t * F_, F_)
                     qks[t] = products(kt, qt, decay, part(dks, t * F_, F_), part(dqs, t * F_, F_))
-            direct = in_place and mode != WRITE
-            if direct:
-                y_ = part(out, ((b * T + start) * outputs + n * r) * V_, r * V_)
-            at = unit * F_ * VP_
+            vs_, ys_, yj = VP_, VP_, count * VP_
+            if exact and mode != READ:
+                vp, vs_ = pointer(v, ((b * T + start) * N_ + n) * V_), N_ * V_
+            if exact and mode != WRITE:
+                yp, ys_, yj = pointer(out, ((b * T + start) * outputs + n * r) * V_), outputs * V_, V_
+            Sn = pointer(S, unit * F_ * VP_)
             c = 0
             while c + WIDE <= VP_:
-                wide(rule, mode, S, at, F_, VP_, c, count, r, k_, qs, decays, dks, dqs, v_, y_, betas, qks, buffer)
+                wide(
+                    rule, mode, Sn, F_, VP_, c, count, r, kp, qp, decayp, dkp, dqp, vp, vs_, yp, ys_, yj, betap, qkp, bufferp
+                )  # fmt: skip
                 c += WIDE
             while c < VP_:
-                narrow(rule, mode, S, at, F_, VP_, c, count, r, k_, qs, decays, dks, dqs, v_, y_, betas, qks, buffer)
+                narrow(
+                    rule, mode, Sn, F_, VP_, c, count, r, kp, qp, decayp, dkp, dqp, vp, vs_, yp, ys_, yj, betap, qkp, bufferp
+                )  # fmt: skip
                 c += NARROW
-            if mode != WRITE and (normalize or not direct):
+            if mode != WRITE and (normalize or not exact):
                 for t in range(count):
                     for j in range(r):
                         x = ((b * T + start + t) * outputs + n * r + j) * V_
                         factor = dens[j * count + t] if normalize else one
-                        scaled(part(y_, (j * count + t) * VP_, V_), factor, part(out, x, V_))
-        if mode != WRITE:
-            for t in range(length, T):
-                x = ((b * T + t) * outputs + n * r) * V_
-                fill(part(out, x, r * V_), nothing)
+                        scaled(part(yp, j * yj + t * ys_, V_), factor, part(out, x, V_))
 
 
 @device

@@ -49,7 +49,7 @@ SOURCE_STAMP = _source_stamp()
 
 def device(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` itself, from now on callable from compiled code (CPU, CUDA and the CUDA simulator)."""
-    return register_jitable(fn)
+    return register_jitable(forceinline=True)(fn)
 
 
 def switch(functions: Sequence[Callable[..., Any]], arguments: str) -> Callable[..., Any]:

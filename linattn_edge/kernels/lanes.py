@@ -54,9 +54,11 @@ class Operations(NamedTuple):
     zero: Any  # zero(y): lanes of zeros like y
 
 
-def _pointer(context: Any, builder: Any, array_type: Any, array: Any, at: Any, pointee: Any) -> Any:
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [at]), pointee.as_pointer())
+def _address(context: Any, builder: Any, source: Any, value: Any, at: Any) -> Any:
+    """Where number `at` of an array, or from a pointer on, lies."""
+    if isinstance(source, types.Array):
+        value = context.make_array(source)(context, builder, value).data
+    return builder.gep(value, [at])
 
 
 def _spread(builder: Any, value: Any, vector: Any) -> Any:
@@ -118,7 +120,9 @@ def _compiled(width: int) -> Operations:
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             vector = shorts if stored in HALVES else lanes.vector
-            value = builder.load(_pointer(context, builder, signature.args[0], args[0], args[1], vector))
+            value = builder.load(
+                builder.bitcast(_address(context, builder, signature.args[0], args[0], args[1]), vector.as_pointer())
+            )
             value.align = stored.bitwidth // 8
             if stored == FLOAT16:
                 return builder.fpext(builder.bitcast(value, ir.VectorType(ir.HalfType(), width)), lanes.vector)
@@ -141,8 +145,8 @@ def _compiled(width: int) -> Operations:
                 odd = builder.and_(builder.lshr(bits, number(16)), number(1))
                 rounded = builder.add(bits, builder.add(odd, number(0x7FFF)))
                 data = builder.trunc(builder.lshr(rounded, number(16)), shorts)
-            target = _pointer(context, builder, signature.args[0], args[0], args[1], data.type)
-            builder.store(data, target).align = stored.bitwidth // 8
+            target = _address(context, builder, signature.args[0], args[0], args[1])
+            builder.store(data, builder.bitcast(target, data.type.as_pointer())).align = stored.bitwidth // 8
             return context.get_dummy_value()
 
         return types.void(array, types.intp, value), code
@@ -220,6 +224,14 @@ def _flat(typing: Any, array: Any) -> Any:
 
 
 @intrinsic
+def _pointer(typing: Any, array: Any, at: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _address(context, builder, signature.args[0], args[0], args[1])
+
+    return types.CPointer(array.dtype)(array, types.intp), code
+
+
+@intrinsic
 def at_address(typing: Any, address: Any, count: Any, dtype: Any) -> Any:
     """`count` numbers at a memory address that another thread handed over."""
     result = types.Array(dtype.dtype, 1, "C")
@@ -236,8 +248,8 @@ def _part(typing: Any, array: Any, at: Any, count: Any) -> Any:
     result = types.Array(array.dtype, 1, "C")
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        return _borrow(context, builder, result, builder.gep(data, [args[1]]), args[2])
+        data = _address(context, builder, signature.args[0], args[0], args[1])
+        return _borrow(context, builder, result, data, args[2])
 
     return result(array, types.intp, types.intp), code
 
@@ -250,11 +262,13 @@ def _interpreted_view(block: Any, at: int, count: int, dtype: Any) -> Any:
 # that a function is not compiled twice for inputs and scratch; nothing writes to an input.
 #
 # view(block, at, count, dtype): numbers from byte `at` of a byte array; part(array, at, count): array[at:at + count];
-# flat(array): a C-contiguous array in one axis. NumPy's own slices count references, 5 ns each, and its methods compile
+# flat(array): a C-contiguous array in one axis; pointer(array, at): array[at:] without a length, cheapest to pass.
+# NumPy's own slices count references, 5 ns each, and its methods compile
 # their error messages into every kernel.
 if DISABLED:
     view = _interpreted_view
     part = lambda array, at, count: array[at : at + count]  # noqa: E731
     flat = lambda array: array.reshape(-1)  # noqa: E731
+    pointer = lambda array, at: array[at:]  # noqa: E731
 else:
-    view, part, flat = _view, _part, _flat
+    view, part, flat, pointer = _view, _part, _flat, _pointer

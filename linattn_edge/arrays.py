@@ -10,6 +10,13 @@ from linattn_edge.errors import DtypeError, NotFiniteError, ShapeError
 Array = NDArray[Any]
 
 
+def whole(name: str, value: Any, least: int, most: int = 2**62) -> int:
+    """A whole number from `least` to `most`."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or not least <= value <= most:
+        raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
+    return int(value)
+
+
 def to_array(name: str, value: Any) -> Array:
     """`value` as a NumPy array: NumPy, a CPU tensor with `__array__` or DLPack, or nested lists."""
     if isinstance(value, np.ndarray):

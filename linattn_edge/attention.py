@@ -9,16 +9,18 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from linattn_edge import arrays, reference
+from linattn_edge.arrays import whole
 from linattn_edge.errors import ShapeError, StateMismatchError
 from linattn_edge.features import FeatureMap, feature_map, map_code
 from linattn_edge.kernels.layout import OK, READ, STEP, WORTH_SHARING, WRITE
-from linattn_edge.layer import Layer, make_layer, read_metadata
+from linattn_edge.layer import Layer, flag, make_layer, read_metadata
 from linattn_edge.softmax import SoftmaxAttention
 from linattn_edge.state import State, compute_dtype, read_file, state_dtype, write_file
 
 Array = NDArray[Any]
 
 BACKENDS = ("reference", "cpu")
+MOST_THREADS = 256
 
 
 class LinearAttention:
@@ -86,11 +88,9 @@ class LinearAttention:
             raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}; got {backend!r}")
         if backend == "cpu" and map_code(self.layer.phi) < 0:
             raise ValueError(f"feature_map: {self.layer.phi!r} is not a built-in map; only backend='reference' runs it")
-        if isinstance(num_threads, bool) or not isinstance(num_threads, (int, np.integer)) or num_threads < 1:
-            raise ValueError(f"num_threads: expected a whole number of at least 1, got {num_threads!r}")
         self.backend = backend
-        self.check_finite = bool(check_finite)
-        self.num_threads = int(num_threads)
+        self.check_finite = flag("check_finite", check_finite)
+        self.num_threads = whole("num_threads", num_threads, 1, MOST_THREADS)
         # what a step needs at hand
         self._fingerprint = self.layer.fingerprint
         self._outputs, self._V = self.layer.outputs, self.layer.V
@@ -124,6 +124,7 @@ class LinearAttention:
         """
         y = self._quick_step(q, k, v, state, g, beta, active, out)
         if y is None:
+            self._check_state(state)
             lengths = None if active is None else arrays.active_array(active, state.batch_size)
             y = self._run(STEP, 3, q, k, v, state, g, beta, lengths, out)
             assert y is not None
@@ -206,7 +207,7 @@ class LinearAttention:
         no_g = np.zeros((0, 0, width)) if layer.decay is None else layer.decay[None]
         none = np.zeros(0, np.int64)
         dtype = compute_dtype(dtype)
-        return layer.weights.astype(dtype), no_g.astype(dtype), np.zeros((0, 0), dtype), none, none
+        return layer.weights.astype(dtype), arrays.as_dtype(no_g, dtype), np.zeros((0, 0), dtype), none, none
 
     def _helpers(self, dtype: str) -> Array:
         """The control block of the helper threads, who have been woken."""
@@ -264,6 +265,7 @@ class LinearAttention:
             arrays.check_apart(out, given | {"the state": state._block})
         dtype = "float64" if self.backend == "reference" else compute_dtype(state._dtype)
         ready = {name: arrays.as_dtype(a, dtype) for name, a in given.items()}
+        ready = {n: a.copy() if np.may_share_memory(a, state._block) else a for n, a in ready.items()}
         if axes == 3:
             ready = {name: a[:, None] for name, a in ready.items()}
         y = None
@@ -420,7 +422,7 @@ def linear_attention(
     """Attention over whole sequences as a pure function: returns (o, final state) and changes nothing it is given.
 
     q [B, T, H, K], k [B, T, Hk, K], v [B, T, Hv, V]: Hk = Hv = H is MHA, Hk = Hv < H GQA, Hk = H < Hv GVA.
-    `initial_state` is a State, an array S [B, N, F, V], or a pair (S, z). The options are those of
+    `initial_state` is a State, an array S [B, N, F, V], or a tuple (S, z). The options are those of
     `LinearAttention`; dtype is the state's, float32 or the initial state's unless given.
     """
     arrays_ = [arrays.real_array(name, a) for name, a in (("q", q), ("k", k), ("v", v))]

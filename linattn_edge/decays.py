@@ -1,19 +1,14 @@
 """Constant log decays of published layers, for `LinearAttention(decay=...)` with a gated rule."""
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-
-def _count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
+from linattn_edge.arrays import whole
 
 
 def retnet_decay(num_heads: int) -> NDArray[np.float64]:
     """RetNet: γ_h = 1 − 2^(−5−h) (Sun et al. 2023, section 3.1), as log γ_h, [num_heads]."""
-    _count("num_heads", num_heads)
+    num_heads = whole("num_heads", num_heads, 1)
     return np.log1p(-np.exp2(-5.0 - np.arange(num_heads)))
 
 
@@ -24,8 +19,8 @@ def lightning_decay(num_heads: int, layer: int = 0, num_layers: int = 1) -> NDAr
 
     `layer` counts from 0; the decay weakens with depth.
     """
-    _count("num_heads", num_heads)
-    _count("num_layers", num_layers)
-    if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)) or not 0 <= layer < num_layers:
-        raise ValueError(f"layer: expected 0 <= layer < num_layers = {num_layers}, got {layer!r}")
+    num_heads = whole("num_heads", num_heads, 1)
+    num_layers = whole("num_layers", num_layers, 1)
+    if whole("layer", layer, 0) >= num_layers:
+        raise ValueError(f"layer: expected a number below num_layers = {num_layers}, got {layer!r}")
     return -8.0 * np.arange(num_heads) / num_heads * (1 - layer / num_layers)

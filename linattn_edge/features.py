@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from linattn_edge.arrays import real_array, whole
 from linattn_edge.errors import ShapeError
 from linattn_edge.kernels.maths import exp
 
@@ -52,8 +53,9 @@ class FeatureMap:
         raise NotImplementedError
 
     def config(self) -> dict[str, Any]:
-        """What `feature_map(**config)` needs to make this map again."""
-        return {"name": self.name, **{p: getattr(self, p) for p in self.parameters}}
+        """What `feature_map(**config)` needs to make this map again; a map of the caller's own is told by its class."""
+        own = {} if type(self) in _TABLE else {"class": f"{type(self).__module__}.{type(self).__qualname__}"}
+        return {"name": self.name, **own, **{p: getattr(self, p) for p in self.parameters}}
 
     def checked_dim(self, K: int) -> int:
         """`dim(K)`, refused above MAX_FEATURES."""
@@ -63,8 +65,8 @@ class FeatureMap:
         return F
 
     def _apply(self, x: ArrayLike, side: int, position: Array | None) -> Array:
-        x = np.asarray(x)
-        x = x.astype(np.float64 if x.dtype in (np.float64, np.int64) else np.float32, copy=False)
+        x = real_array("x", x)
+        x = x.astype(np.float64 if x.dtype == np.float64 else np.float32, copy=False)
         if x.ndim == 0:
             raise ShapeError(f"{self.name}: expected x of shape [..., K], got a scalar")
         K = x.shape[-1]
@@ -89,19 +91,13 @@ class FeatureMap:
         return np.asarray(np.sum(self.query(q) * self.key(k), axis=-1))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, FeatureMap) and self.config() == other.config()
+        return type(self) is type(other) and self.config() == other.config()
 
     def __hash__(self) -> int:
         return hash(tuple(self.config().items()))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{p}={getattr(self, p)!r}' for p in self.parameters)})"
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
-    return int(value)
 
 
 class Identity(FeatureMap):
@@ -202,10 +198,11 @@ class _Monomials(FeatureMap):
     def _table(self, K: int) -> NDArray[np.float64]:
         order = self._order()
         try:
-            for degree in range(self._lowest(), order + 1):
-                self._weight(degree, K) * math.sqrt(math.factorial(degree))
+            largest = max(self._weight(d, K) * math.sqrt(math.factorial(d)) for d in range(self._lowest(), order + 1))
         except OverflowError:
-            raise ValueError(f"{self.name}: the coefficients of {self!r} exceed the range of float64") from None
+            largest = math.inf
+        if largest > np.finfo(np.float32).max:
+            raise ValueError(f"{self.name}: the coefficients of {self!r} exceed the range of float32")
         scales, rows = [], []
         for degree in range(self._lowest(), order + 1):
             for term in itertools.combinations_with_replacement(range(K), degree):
@@ -256,10 +253,10 @@ class Polynomial(_Monomials):
     parameters = ("degree", "bias")
 
     def __init__(self, degree: int = 2, bias: float = 1.0) -> None:
-        self.degree = _whole("polynomial: degree", degree, 1)
-        self.bias = float(bias)
-        if not (math.isfinite(self.bias) and self.bias >= 0):
+        self.degree = whole("polynomial: degree", degree, 1)
+        if isinstance(bias, (str, bytes, bool)) or not (np.isreal(bias) and 0 <= bias < math.inf):
             raise ValueError(f"polynomial: bias: expected a finite number >= 0, got {bias!r}")
+        self.bias = float(bias)
 
     def _order(self) -> int:
         return self.degree
@@ -285,7 +282,7 @@ class Taylor(_Monomials):
     parameters = ("order",)
 
     def __init__(self, order: int = 2) -> None:
-        self.order = _whole("taylor: order", order, 0)
+        self.order = whole("taylor: order", order, 0)
         self.positive = self.order % 2 == 0
 
     def _order(self) -> int:
@@ -306,7 +303,7 @@ class Dpfp(FeatureMap):
     parameters = ("nu",)
 
     def __init__(self, nu: int = 1) -> None:
-        self.nu = _whole("dpfp: nu", nu, 1)
+        self.nu = whole("dpfp: nu", nu, 1)
 
     def dim(self, K: int) -> int:
         return 2 * K * self.nu

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from linattn_edge.arrays import real_array
+from linattn_edge.arrays import real_array, whole
 from linattn_edge.errors import ShapeError, StateMismatchError
 from linattn_edge.features import FeatureMap, feature_map
 from linattn_edge.rules import RULES, Rule
@@ -20,17 +20,11 @@ FORMAT_VERSION = "1"
 _TINY = float(np.finfo(np.float32).tiny)
 
 
-def _size(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
-    return int(value)
-
-
 def _real(name: str, value: Any, what: str, least: float) -> float:
     """A finite number whose size float32 can hold: at least `least`, at most float32's largest."""
     try:
-        number = float(value)
-    except (TypeError, ValueError):
+        number = math.nan if isinstance(value, (str, bytes, bool)) else float(value)
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not least <= abs(number) <= float(np.finfo(np.float32).max):
         raise ValueError(f"{name}: expected {what}, got {value!r}")
@@ -42,7 +36,8 @@ def scale_value(value: Any) -> float:
     return _real("scale", value, "a number other than 0 in the range of float32", _TINY)
 
 
-def _flag(name: str, value: Any) -> bool:
+def flag(name: str, value: Any) -> bool:
+    """True or False, and nothing that merely counts as one."""
     if not isinstance(value, (bool, np.bool_)):
         raise ValueError(f"{name}: expected True or False, got {value!r}")
     return bool(value)
@@ -131,7 +126,7 @@ def read_metadata(metadata: Mapping[str, str] | None, path: Any) -> dict[str, An
         raise StateMismatchError(f"{path}: format_version {version!r} is not readable; expected {FORMAT_VERSION!r}")
     try:
         config = json.loads(metadata["layer"])
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise StateMismatchError(f"{path}: the layer in its metadata is not JSON ({error})") from None
     if not isinstance(config, dict):
         raise StateMismatchError(f"{path}: the layer in its metadata is not an object")
@@ -155,17 +150,17 @@ def make_layer(
     eps_mode: str = "clamp",
 ) -> Layer:
     """Check a configuration and fill in its defaults."""
-    H, K = _size("num_heads", num_heads), _size("key_dim", key_dim)
-    V = K if value_dim is None else _size("value_dim", value_dim)
+    H, K = whole("num_heads", num_heads, 1), whole("key_dim", key_dim, 1)
+    V = K if value_dim is None else whole("value_dim", value_dim, 1)
     if num_kv_heads is not None and num_value_heads is not None:
         raise ValueError("num_kv_heads and num_value_heads: give one (GQA or GVA), not both")
     N = H
     if num_kv_heads is not None:
-        N = _size("num_kv_heads", num_kv_heads)
+        N = whole("num_kv_heads", num_kv_heads, 1)
         if H % N:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {H}, got {N}")
     if num_value_heads is not None:
-        N = _size("num_value_heads", num_value_heads)
+        N = whole("num_value_heads", num_value_heads, 1)
         if N % H:
             raise ValueError(f"num_value_heads: expected a multiple of num_heads = {H}, got {N}")
     HK = min(H, N)
@@ -176,7 +171,7 @@ def make_layer(
     rule = RULES[update_rule]
     if normalize is None:
         normalize = rule.name == "linear" and phi.positive
-    normalize = _flag("normalize", normalize)
+    normalize = flag("normalize", normalize)
     if normalize and not rule.normaliser:
         raise ValueError(f"normalize: {rule.name!r} has no normaliser z; use normalize=False")
     if scale is None:
@@ -184,7 +179,7 @@ def make_layer(
     elif normalize:
         raise ValueError("scale: would cancel under normalize=True; give one of the two")
     scale = scale_value(scale)
-    if eps_mode not in ("clamp", "add"):
+    if not isinstance(eps_mode, str) or eps_mode not in ("clamp", "add"):
         raise ValueError(f"eps_mode: expected 'clamp' or 'add', got {eps_mode!r}")
     least = _TINY if eps_mode == "clamp" else 0.0
     what = f"a number of at least {least:.3g}" + (" (float32's smallest)" if least else "")
@@ -193,7 +188,7 @@ def make_layer(
     log_decay = None if decay is None else _decay(decay, rule, N, F)
     weights = np.ascontiguousarray(phi.weights(K), np.float64)
     layer = Layer(
-        H, HK, N, K, V, F, phi, rule, normalize, scale, _flag("qk_norm", qk_norm), log_decay, float(eps), eps_mode,
+        H, HK, N, K, V, F, phi, rule, normalize, scale, flag("qk_norm", qk_norm), log_decay, float(eps), eps_mode,
         weights,
     )  # fmt: skip
     digest = hashlib.sha256(json.dumps(layer.config(), sort_keys=True).encode()).hexdigest()
@@ -209,8 +204,9 @@ def _decay(decay: ArrayLike, rule: Rule, N: int, F: int) -> NDArray[np.float64]:
         raise ShapeError(
             f"decay: expected log decays of shape [N] = [{N}] or [N, F] = [{N}, {F}], got {list(array.shape)}"
         )
-    if np.isnan(array).any() or (array == np.inf).any():
-        raise ValueError("decay: expected log decays without NaN and +inf")
+    if not (array <= 700).all():  # NaN too
+        raise ValueError("decay: expected log decays, which are at most 0, without NaN and inf")
+    array = np.maximum(array, -np.finfo(np.float32).max, where=array != -np.inf, out=array)
     array = array.reshape(N, -1)
     array.flags.writeable = False
     return array

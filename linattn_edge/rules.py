@@ -82,9 +82,6 @@ def delta_loop(op: Any) -> Callable[..., None]:
     return loop
 
 
-LOOPS = (sum_loop, delta_loop)
-
-
 @dataclass(frozen=True)
 class Rule:
     """An update rule. `decay`: takes g; `beta`: takes beta; `normaliser`: may carry z, obeying S's decay."""
@@ -121,3 +118,4 @@ _TABLE = (
     Rule("gated_delta", True, True, False, write_delta, delta_loop, "Yang et al. 2024 (Gated DeltaNet), eq. 10"),
 )
 RULES: dict[str, Rule] = {rule.name: rule for rule in _TABLE}
+LOOPS = tuple(dict.fromkeys(rule.loop for rule in _TABLE))  # the kernels choose by place

@@ -6,9 +6,10 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from linattn_edge import arrays
+from linattn_edge.arrays import whole
 from linattn_edge.errors import DtypeError, ShapeError, StateMismatchError
 from linattn_edge.kernels.layout import HALVES, OK, READ, STEP, WIDE, WRITE, padded
-from linattn_edge.layer import scale_value
+from linattn_edge.layer import flag, scale_value
 from linattn_edge.state import state_dtype
 
 Array = NDArray[Any]
@@ -25,23 +26,25 @@ class SoftmaxState:
         if self._dtype in HALVES:
             raise DtypeError(f"dtype: a cache is float32 or float64, got {dtype!r}")
         self._position = np.zeros(batch_size, np.int64)
-        self._allocate(capacity)
+        self._keys, self._values, self._scratch = self._allocated(capacity)
 
-    def _allocate(self, capacity: int) -> None:
+    def _allocated(self, capacity: int) -> tuple[Array, Array, Array]:
+        """Keys, values and scratch with room for that many tokens."""
         N, K, V = self._sizes
         B, blocks = self._position.size, -(-max(capacity, 1) // WIDE)
         VP = padded(V)
-        self._keys = np.zeros((B, N, blocks, K, WIDE), self._dtype)
-        self._values = np.zeros((B, N, blocks * WIDE, VP), self._dtype)
-        self._scratch = np.zeros(K + VP + blocks * WIDE, self._dtype)
+        keys = np.zeros((B, N, blocks, K, WIDE), self._dtype)
+        values = np.zeros((B, N, blocks * WIDE, VP), self._dtype)
+        return keys, values, np.zeros(K + VP + blocks * WIDE, self._dtype)
 
     def _reserve(self, tokens: int) -> None:
         capacity = self._values.shape[2]
         if tokens > capacity:
             keys, values = self._keys, self._values
-            self._allocate(max(tokens, 2 * capacity))
-            self._keys[:, :, : keys.shape[2]] = keys
-            self._values[:, :, :capacity] = values
+            more_keys, more_values, scratch = self._allocated(max(tokens, 2 * capacity))
+            more_keys[:, :, : keys.shape[2]] = keys
+            more_values[:, :, :capacity] = values
+            self._keys, self._values, self._scratch = more_keys, more_values, scratch
 
     @property
     def k(self) -> Array:
@@ -58,8 +61,10 @@ class SoftmaxState:
 
     @property
     def position(self) -> NDArray[np.int64]:
-        """Tokens seen by each stream, int64 [B]."""
-        return self._position
+        """Tokens seen by each stream, int64 [B], read-only."""
+        position = self._position.view()
+        position.flags.writeable = False
+        return position
 
     @property
     def batch_size(self) -> int:
@@ -79,6 +84,12 @@ class SoftmaxState:
     def copy(self) -> "SoftmaxState":
         """An independent copy."""
         return self.select(np.arange(self.batch_size))
+
+    def __copy__(self) -> "SoftmaxState":
+        return self.copy()
+
+    def __deepcopy__(self, memo: Any) -> "SoftmaxState":
+        return self.copy()
 
     def reset(self, rows: Any = None) -> None:
         """Forget all tokens, in place, of all streams or of the given rows."""
@@ -118,28 +129,18 @@ class SoftmaxAttention:
         scale: float | None = None,
         check_finite: bool = True,
     ) -> None:
-        self.H, self.K, self.V = num_heads, key_dim, key_dim if value_dim is None else value_dim
-        self.N = num_heads if num_kv_heads is None else num_kv_heads
-        for name, value in (
-            ("num_heads", self.H),
-            ("key_dim", self.K),
-            ("value_dim", self.V),
-            ("num_kv_heads", self.N),
-        ):
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-                raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
+        self.H, self.K = whole("num_heads", num_heads, 1), whole("key_dim", key_dim, 1)
+        self.V = self.K if value_dim is None else whole("value_dim", value_dim, 1)
+        self.N = self.H if num_kv_heads is None else whole("num_kv_heads", num_kv_heads, 1)
         if self.H % self.N:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads = {self.H}, got {self.N}")
         self.scale = self.K**-0.5 if scale is None else scale_value(scale)
-        self.check_finite = bool(check_finite)
+        self.check_finite = flag("check_finite", check_finite)
 
     def init_state(self, batch_size: int = 1, dtype: DTypeLike = "float32", capacity: int = 256) -> SoftmaxState:
         """An empty cache with room for `capacity` tokens at first."""
-        if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 0:
-            raise ValueError(f"batch_size: expected a whole number of at least 0, got {batch_size!r}")
-        if isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer)) or capacity < 0:
-            raise ValueError(f"capacity: expected a whole number of at least 0, got {capacity!r}")
-        return SoftmaxState(self.N, self.K, self.V, int(batch_size), dtype, int(capacity))
+        batch_size, capacity = whole("batch_size", batch_size, 0), whole("capacity", capacity, 0)
+        return SoftmaxState(self.N, self.K, self.V, batch_size, dtype, capacity)
 
     def step(
         self,
@@ -151,6 +152,7 @@ class SoftmaxAttention:
         out: Array | None = None,
     ) -> Array:
         """One token of each stream, [B, heads, width]: added to the cache, in place, then attended to."""
+        self._check_state(state)
         lengths = None if active is None else arrays.active_array(active, state.batch_size)
         y = self._run(STEP, 3, q, k, v, state, lengths, out)
         assert y is not None
@@ -182,6 +184,11 @@ class SoftmaxAttention:
         assert y is not None
         return y
 
+    def _check_state(self, state: Any) -> None:
+        if not isinstance(state, SoftmaxState) or state._sizes != (self.N, self.K, self.V):
+            got = repr(state) if isinstance(state, SoftmaxState) else type(state).__name__
+            raise StateMismatchError(f"state: expected one of this layer's init_state(), got {got}")
+
     def _warmup(self, dtype: str) -> None:
         from linattn_edge.kernels import softmax as kernels
 
@@ -192,9 +199,7 @@ class SoftmaxAttention:
     ) -> Array | None:
         from linattn_edge.kernels import softmax as kernels
 
-        if not isinstance(state, SoftmaxState) or state._sizes != (self.N, self.K, self.V):
-            got = repr(state) if isinstance(state, SoftmaxState) else type(state).__name__
-            raise StateMismatchError(f"state: expected one of this layer's init_state(), got {got}")
+        self._check_state(state)
         B, dtype = state.batch_size, state._dtype
         taken = {STEP: ("q", "k", "v"), WRITE: ("k", "v"), READ: ("q",)}[mode]
         given = {name: arrays.real_array(name, {"q": q, "k": k, "v": v}[name]) for name in taken}
@@ -218,8 +223,10 @@ class SoftmaxAttention:
                 arrays.check_out(out, shape, f"{lead}, H, V", output)
                 arrays.check_apart(out, given | {"the cache": state._keys, "the cached values": state._values})
         ready = {name: arrays.as_dtype(a, dtype).reshape(B, T, *a.shape[-2:]) for name, a in given.items()}
-        if mode != READ and B:
-            state._reserve(int(state._position.max()) + T)
+        if mode != READ and B and (needed := int(state._position.max()) + T) > state._values.shape[2]:
+            if self.check_finite:
+                arrays.check_finite(ready, lengths)  # before the cache grows
+            state._reserve(needed)
         none = np.zeros((0, 0, 0, 0), dtype)
         y = out if out is not None and output == np.dtype(dtype) else np.empty(shape, dtype)
         code = kernels.attend(dtype)(
@@ -242,7 +249,9 @@ class SoftmaxAttention:
         if output is None:
             return None
         if out is None:
-            return y.astype(output, copy=False)
+            with np.errstate(over="ignore"):  # float16 goes to inf
+                return y.astype(output, copy=False)
         if y is not out:
-            out[...] = y
+            with np.errstate(over="ignore"):
+                out[...] = y
         return out

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import secrets
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -76,10 +77,7 @@ class State:
     __slots__ = ("_S", "_block", "_bytes", "_dtype", "_fingerprint", "_layer", "_position", "_z")
 
     def __init__(self, layer: Layer, batch_size: int, dtype: Any = "float32") -> None:
-        B = batch_size
-        if isinstance(B, bool) or not isinstance(B, (int, np.integer)) or B < 0:
-            raise ValueError(f"batch_size: expected a whole number of at least 0, got {batch_size!r}")
-        B = int(B)
+        B = arrays.whole("batch_size", batch_size, 0)
         self._layer = layer
         self._fingerprint = sys.intern(layer.fingerprint)  # compared by identity, also after unpickling
         self._dtype = state_dtype(dtype)
@@ -211,7 +209,7 @@ class State:
 
         Raises StateMismatchError where the configurations differ or the file is not what it says.
         """
-        layer = attn.layer
+        layer = layer_of(attn)
         tensors, metadata = read_file(path, lambda metadata: layer.check_metadata(metadata, path))
         dtype = metadata.get("dtype")
         if dtype not in _DTYPES:
@@ -220,7 +218,12 @@ class State:
         if set(tensors) != names:
             raise StateMismatchError(f"{path}: expected tensors {sorted(names)}, got {sorted(tensors)}")
         S, position = tensors["S"], tensors["position"]
-        if position.ndim != 1 or position.dtype != np.int64 or (position < 0).any():
+        if (
+            position.ndim != 1
+            or position.dtype != np.int64
+            or (position < 0).any()
+            or (position > _LAST_POSITION).any()
+        ):
             raise StateMismatchError(
                 f"{path}: position: expected int64 [B] of at least 0, got {position.dtype} {list(position.shape)}"
             )
@@ -254,7 +257,7 @@ class State:
 
         The arrays are copied; position is one number or [B].
         """
-        layer = attn.layer
+        layer = layer_of(attn)
         array = arrays.real_array("S", S)
         arrays.check_shape("S", array, "B, N, F, V", (None, layer.N, layer.F, layer.V))
         if layer.normalize and z is None:
@@ -285,18 +288,28 @@ def _restore(layer: Layer, dtype: str, S: Array, z: Array | None, position: NDAr
     return state
 
 
+def layer_of(attn: Any) -> Layer:
+    """The configuration of a LinearAttention, and of nothing else."""
+    layer = getattr(attn, "layer", None)
+    if not isinstance(layer, Layer):
+        raise DtypeError(f"attn: expected a LinearAttention, got {type(attn).__name__}")
+    return layer
+
+
 def write_file(path: str | os.PathLike[str], tensors: dict[str, Array], metadata: dict[str, str]) -> None:
     """Write a safetensors file under a temporary name and rename it: a crash leaves the old file whole."""
     from safetensors.numpy import save
 
     data = save({name: np.ascontiguousarray(a) for name, a in tensors.items()}, metadata)
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    target = Path(os.path.realpath(path))  # a link stays one
+    temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        if target.exists():
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
         os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -310,6 +323,8 @@ def read_file(
     """Tensors and metadata of a safetensors file, seen by `check` first; StateMismatchError otherwise."""
     from safetensors import SafetensorError, safe_open
 
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path}: no such file")
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata()

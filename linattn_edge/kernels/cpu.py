@@ -35,11 +35,26 @@ features = switch([cls.loop for cls in MAPS.values()], "x, y, weights, position"
 
 
 @device
+def norm_of(x):
+    """sqrt(Σx² + 1e-6), also where the squares exceed the range."""
+    root = x.dtype.type(np.sqrt(dot(x, x) + x.dtype.type(1e-6)))
+    if root - root == 0:  # finite
+        return root
+    largest = x.dtype.type(0)
+    for i in range(x.size):
+        largest = max(largest, abs(x[i]))
+    total = x.dtype.type(0)
+    for i in range(x.size):
+        total += (x[i] / largest) * (x[i] / largest)
+    return largest * x.dtype.type(np.sqrt(total))
+
+
+@device
 def phi(code, norm, x, y, weights, position, scratch):
     """y = φ(x), or φ of x / sqrt(Σx² + 1e-6), the L2 norm that delta-rule models put on q and k."""
     source = x
     if norm:
-        root = scratch.dtype.type(np.sqrt(dot(x, x) + scratch.dtype.type(1e-6)))
+        root = norm_of(x)
         for i in range(x.size):
             scratch[i] = x[i] / root
         source = scratch
@@ -131,8 +146,8 @@ def weighted_rows(op: Operations) -> Callable[..., None]:
 def _columns(op: Operations, width: int) -> Callable[..., None]:
     """One block of `width` columns of one state head, taken through a piece of `count` tokens.
 
-    k, decay, dk and dq are [count, F], q [r, count, F], beta and qk [count], all flat; a token's v is at t * vs, its y for
-    query head j at j * yj + t * ys.
+    k, decay, dk and dq are [count, F], q [r, count, F], beta and qk [count], all flat; a token's v is at t * vs, its
+    y for query head j at j * yj + t * ys.
     """
     load, store = op.load, op.store
     read = weighted_rows(op)
@@ -290,12 +305,14 @@ def advance(block, S, w, piece, weights, sides, heads, q, k, v, g, beta, lengths
             c = 0
             while c + WIDE <= VP_:
                 wide(
-                    rule, mode, Sn, F_, VP_, c, count, r, kp, qp, decayp, dkp, dqp, vp, vs_, yp, ys_, yj, betap, qkp, bufferp
+                    rule, mode, Sn, F_, VP_, c, count, r, kp, qp, decayp, dkp, dqp, vp, vs_, yp, ys_, yj, betap, qkp,
+                    bufferp,
                 )  # fmt: skip
                 c += WIDE
             while c < VP_:
                 narrow(
-                    rule, mode, Sn, F_, VP_, c, count, r, kp, qp, decayp, dkp, dqp, vp, vs_, yp, ys_, yj, betap, qkp, bufferp
+                    rule, mode, Sn, F_, VP_, c, count, r, kp, qp, decayp, dkp, dqp, vp, vs_, yp, ys_, yj, betap, qkp,
+                    bufferp,
                 )  # fmt: skip
                 c += NARROW
             if mode != WRITE and (normalize or not exact):
@@ -493,7 +510,7 @@ def _build_step(dtype: str, stamp: int) -> Callable[..., int]:
             return layout.REFUSED
         if header[layout.CONSTANT_DECAY] == 0:
             if header[layout.TAKES_DECAY] == 0:
-                if g.size > 0:
+                if width != 0:
                     return layout.REFUSED
             elif g.shape != (B_, N_, width) or (width != 1 and width != header[F]):
                 return layout.REFUSED
@@ -504,7 +521,8 @@ def _build_step(dtype: str, stamp: int) -> Callable[..., int]:
             return layout.REFUSED
         if (
             overlap(out, q) or overlap(out, k) or overlap(out, v) or overlap(out, g) or overlap(out, beta)
-            or overlap(out, block)
+            or overlap(out, block) or overlap(q, block) or overlap(k, block) or overlap(v, block) or overlap(g, block)
+            or overlap(beta, block)
         ):  # fmt: skip
             return layout.REFUSED
         S = state_matrix(block, kept)

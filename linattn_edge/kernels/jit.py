@@ -10,6 +10,7 @@ a hash of every source file that can end up in it: edit or upgrade one in place 
 import functools
 import hashlib
 import math
+import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -70,11 +71,12 @@ def kernel(build: Callable[[int], Callable[..., int]], signature: tuple[Any, ...
     if DISABLED:
         return _interpreted(function, signature)
     try:
-        compiled = njit(cache=True, **OPTIONS)(function)
-    except RuntimeError:  # Numba: "no locator available"
+        compiled = njit(cache=True, **OPTIONS)(function)  # RuntimeError: "no locator available"
+        compiled.compile(signature)  # the others: a full disk, or a cache file that was cut or is not one
+    except (RuntimeError, OSError, ValueError, EOFError, IndexError, pickle.UnpicklingError):
         _warn_uncached()
         compiled = njit(**OPTIONS)(function)
-    compiled.compile(signature)
+        compiled.compile(signature)
     compiled.disable_compile()
     return compiled
 
@@ -83,7 +85,8 @@ def kernel(build: Callable[[int], Callable[..., int]], signature: tuple[Any, ...
 def _warn_uncached() -> None:
     """Once a process: functools.cache is the memory."""
     warnings.warn(
-        "kernels are compiled anew in each process, since no cache folder can be written; set NUMBA_CACHE_DIR to one",
+        "kernels are compiled in this process alone: no cache folder can be written, or what is in it is damaged; set "
+        "NUMBA_CACHE_DIR to a good one",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -79,7 +79,7 @@ def _build(dtype: str, stamp: int) -> Callable[..., int]:
                         p = part(scores, 0, seen)
                         top = -largest
                         for i in range(seen):
-                            p[i] = min(p[i], largest)  # logits beyond float32
+                            p[i] = max(min(p[i], largest), -largest)  # logits beyond float32
                             top = max(top, p[i])
                         total = nothing
                         for i in range(seen):

@@ -18,7 +18,7 @@ from numba import types
 
 from linattn_edge.features import MAPS
 from linattn_edge.kernels import crew, layout, maths
-from linattn_edge.kernels.jit import device, kernel, switch
+from linattn_edge.kernels.jit import device, kernel, large, switch
 from linattn_edge.kernels.lanes import Operations, at_address, flat, operations, part, pointer, view
 from linattn_edge.kernels.layout import NARROW, READ, STEP, WIDE, WRITE
 from linattn_edge.rules import LOOPS
@@ -169,7 +169,7 @@ def _columns(op: Operations, width: int) -> Callable[..., None]:
                 for j in range(first, r):
                     read(S, at, stride, F, pointer(q, (j * count + t) * F), pointer(y, j * yj + t * ys), c)
 
-    @device
+    @large
     def columns(rule, mode, S, F, VP, c, count, r, k, q, decay, dk, dq, v, vs, y, ys, yj, beta, qk, buffer):
         if count < DENSE:
             tokens(rule, mode, S, c, VP, F, c, count, r, k, q, decay, dk, dq, v, vs, y, ys, yj, beta, qk)
@@ -188,11 +188,14 @@ wide = _columns(operations(WIDE), WIDE)
 narrow = _columns(operations(NARROW), NARROW)
 
 
-@device
-def advance(block, S, w, piece, weights, sides, heads, q, k, v, g, beta, lengths, out, T, width, mode, first, last):
-    """Take state heads first … last of B·N through T tokens; all arrays are flat, weights [sides, heads, P] too.
+@large
+def advance(
+    helped, control, block, S, w, piece, weights, sides, heads, q, k, v, g, beta, lengths, out, T, width, mode, total
+):
+    """Take `total` state heads through T tokens, or, with helpers, chunks of them until none is left.
 
-    Queries and keys are packed into scratch, head by head; v and out are used where they are if V is whole lanes.
+    All arrays are flat, weights [sides, heads, P] too. Queries and keys are packed into scratch, head by head; v and
+    out are used where they are if V is whole lanes.
     """
     header = view(block, 0, layout.HEADER, np.int64)
     H_, HK_, N_, K_, V_, F_, VP_ = header[H], header[HK], header[N], header[K], header[V], header[F], header[VP]
@@ -237,90 +240,99 @@ def advance(block, S, w, piece, weights, sides, heads, q, k, v, g, beta, lengths
 
     if width == 0:
         fill(decays, one)
-    # Pieces outside, heads inside: a token's heads are neighbours in memory, and its pages are visited once that way.
-    for start in range(0, T, piece):
-        b, n = first // N_, first % N_ - 1
-        for unit in range(first, last):
-            n += 1
-            if n == N_:
-                b, n = b + 1, 0
-            length = lengths[b] if lengths.size > 0 else T
-            if mode != WRITE:
-                for t in range(max(length, start), min(T, start + piece)):
-                    fill(part(out, ((b * T + t) * outputs + n * r) * V_, r * V_), nothing)
-            count = min(piece, length - start)
-            if count <= 0:
-                continue
-            zn = part(z, unit * F_ if normalize else 0, F_ if normalize else 0)
-            hk = n if keys == 1 else n // keys
-            key_row = 0 if heads == 1 else hk % heads
-            for t in range(count):
-                row = b * T + start + t
-                now = position[b] + start + t
-                kt = part(ks, t * F_, F_)
-                if mode != READ:
-                    x = (row * HK_ + hk) * K_
-                    if plain and piece == 1:
-                        kt, kp = part(k, x, K_), pointer(k, x)
-                    else:
-                        phi(code, norm, part(k, x, K_), kt, part(weights, key_row * P, P), now, scratch)
-                    decay = part(decays, t * F_, F_)
-                    if width > 0:
-                        x = ((0 if constant else row * N_) + n) * width
-                        exp_into(part(g, x, width), decay)
-                    if not exact:
-                        copy_padded(part(v, (row * N_ + n) * V_, V_), part(vs, t * VP_, VP_))
-                    if takes_beta:
-                        betas[t] = beta[row * N_ + n]
-                    if normalize:
-                        advance_z(zn, kt, decay)
-                else:
-                    now = max(0, position[b] - 1)
-                for j in range(r):
-                    qt = part(qs, (j * count + t) * F_, F_)
-                    if mode == WRITE:
-                        fill(qt, nothing)
-                        continue
-                    h = n // shared if shared > 1 else n * r + j
-                    x = (row * H_ + h) * K_
-                    query_row = (sides - 1) * heads + (0 if heads == 1 else h % heads)
-                    if plain:
-                        scaled(part(q, x, K_), scale if not normalize else one, qt)
-                    else:
-                        phi(code, norm, part(q, x, K_), qt, part(weights, query_row * P, P), now, scratch)
-                        if not normalize and scale != one:
-                            scaled(qt, scale, qt)
-                    if normalize:
-                        dens[j * count + t] = scale / divisor(dot(qt, zn), eps, add)
-                if takes_beta and mode != READ:
-                    qt = part(qs, t * F_, F_)
-                    decay = part(decays, t * F_, F_)
-                    qks[t] = products(kt, qt, decay, part(dks, t * F_, F_), part(dqs, t * F_, F_))
-            vs_, ys_, yj = VP_, VP_, count * VP_
-            if exact and mode != READ:
-                vp, vs_ = pointer(v, ((b * T + start) * N_ + n) * V_), N_ * V_
-            if exact and mode != WRITE:
-                yp, ys_, yj = pointer(out, ((b * T + start) * outputs + n * r) * V_), outputs * V_, V_
-            Sn = pointer(S, unit * F_ * VP_)
-            c = 0
-            while c + WIDE <= VP_:
-                wide(
-                    rule, mode, Sn, F_, VP_, c, count, r, kp, qp, decayp, dkp, dqp, vp, vs_, yp, ys_, yj, betap, qkp,
-                    bufferp,
-                )  # fmt: skip
-                c += WIDE
-            while c < VP_:
-                narrow(
-                    rule, mode, Sn, F_, VP_, c, count, r, kp, qp, decayp, dkp, dqp, vp, vs_, yp, ys_, yj, betap, qkp,
-                    bufferp,
-                )  # fmt: skip
-                c += NARROW
-            if mode != WRITE and (normalize or not exact):
+    first, last = 0, total
+    if helped:
+        first = crew.add(control, crew.NEXT, control[crew.CHUNK])
+        last = min(total, first + control[crew.CHUNK])
+    while first < total:
+        # Pieces outside, heads inside: a token's heads are neighbours in memory, its pages are visited once so.
+        for start in range(0, T, piece):
+            b, n = first // N_, first % N_ - 1
+            for unit in range(first, last):
+                n += 1
+                if n == N_:
+                    b, n = b + 1, 0
+                length = lengths[b] if lengths.size > 0 else T
+                if mode != WRITE:
+                    for t in range(max(length, start), min(T, start + piece)):
+                        fill(part(out, ((b * T + t) * outputs + n * r) * V_, r * V_), nothing)
+                count = min(piece, length - start)
+                if count <= 0:
+                    continue
+                zn = part(z, unit * F_ if normalize else 0, F_ if normalize else 0)
+                hk = n if keys == 1 else n // keys
+                key_row = 0 if heads == 1 else hk % heads
                 for t in range(count):
+                    row = b * T + start + t
+                    now = position[b] + start + t
+                    kt = part(ks, t * F_, F_)
+                    if mode != READ:
+                        x = (row * HK_ + hk) * K_
+                        if plain and piece == 1:
+                            kt, kp = part(k, x, K_), pointer(k, x)
+                        else:
+                            phi(code, norm, part(k, x, K_), kt, part(weights, key_row * P, P), now, scratch)
+                        decay = part(decays, t * F_, F_)
+                        if width > 0:
+                            x = ((0 if constant else row * N_) + n) * width
+                            exp_into(part(g, x, width), decay)
+                        if not exact:
+                            copy_padded(part(v, (row * N_ + n) * V_, V_), part(vs, t * VP_, VP_))
+                        if takes_beta:
+                            betas[t] = beta[row * N_ + n]
+                        if normalize:
+                            advance_z(zn, kt, decay)
+                    else:
+                        now = max(0, position[b] - 1)
                     for j in range(r):
-                        x = ((b * T + start + t) * outputs + n * r + j) * V_
-                        factor = dens[j * count + t] if normalize else one
-                        scaled(part(yp, j * yj + t * ys_, V_), factor, part(out, x, V_))
+                        qt = part(qs, (j * count + t) * F_, F_)
+                        if mode == WRITE:
+                            fill(qt, nothing)
+                            continue
+                        h = n // shared if shared > 1 else n * r + j
+                        x = (row * H_ + h) * K_
+                        query_row = (sides - 1) * heads + (0 if heads == 1 else h % heads)
+                        if plain:
+                            scaled(part(q, x, K_), scale if not normalize else one, qt)
+                        else:
+                            phi(code, norm, part(q, x, K_), qt, part(weights, query_row * P, P), now, scratch)
+                            if not normalize and scale != one:
+                                scaled(qt, scale, qt)
+                        if normalize:
+                            dens[j * count + t] = scale / divisor(dot(qt, zn), eps, add)
+                    if takes_beta and mode != READ:
+                        qt = part(qs, t * F_, F_)
+                        decay = part(decays, t * F_, F_)
+                        qks[t] = products(kt, qt, decay, part(dks, t * F_, F_), part(dqs, t * F_, F_))
+                vs_, ys_, yj = VP_, VP_, count * VP_
+                if exact and mode != READ:
+                    vp, vs_ = pointer(v, ((b * T + start) * N_ + n) * V_), N_ * V_
+                if exact and mode != WRITE:
+                    yp, ys_, yj = pointer(out, ((b * T + start) * outputs + n * r) * V_), outputs * V_, V_
+                Sn = pointer(S, unit * F_ * VP_)
+                c = 0
+                while c + WIDE <= VP_:
+                    wide(
+                        rule, mode, Sn, F_, VP_, c, count, r, kp, qp, decayp, dkp, dqp, vp, vs_, yp, ys_, yj, betap,
+                        qkp, bufferp,
+                    )  # fmt: skip
+                    c += WIDE
+                while c < VP_:
+                    narrow(
+                        rule, mode, Sn, F_, VP_, c, count, r, kp, qp, decayp, dkp, dqp, vp, vs_, yp, ys_, yj, betap,
+                        qkp, bufferp,
+                    )  # fmt: skip
+                    c += NARROW
+                if mode != WRITE and (normalize or not exact):
+                    for t in range(count):
+                        for j in range(r):
+                            x = ((b * T + start + t) * outputs + n * r + j) * V_
+                            factor = dens[j * count + t] if normalize else one
+                            scaled(part(yp, j * yj + t * ys_, V_), factor, part(out, x, V_))
+        first = total
+        if helped:
+            first = crew.add(control, crew.NEXT, control[crew.CHUNK])
+            last = min(total, first + control[crew.CHUNK])
 
 
 @device
@@ -373,23 +385,6 @@ piece_length, work_size = device(layout.piece_length), device(layout.work_size)
 
 
 @device
-def share(
-    helped, control, block, S, w, piece, weights, sides, heads, q, k, v, g, beta, lengths, out, T, width, mode, total
-):
-    """Take all state heads through T tokens, or, with helpers, chunks of them until none is left."""
-    first, chunk = 0, total
-    if helped:
-        chunk = control[crew.CHUNK]
-        first = crew.add(control, crew.NEXT, chunk)
-    while first < total:
-        last = min(total, first + chunk)
-        advance(
-            block, S, w, piece, weights, sides, heads, q, k, v, g, beta, lengths, out, T, width, mode, first, last
-        )  # fmt: skip
-        first = crew.add(control, crew.NEXT, chunk) if helped else total
-
-
-@device
 def state_matrix(block, kept):
     """S of a block, flat, as it is stored."""
     header = view(block, 0, layout.HEADER, np.int64)
@@ -420,36 +415,37 @@ NUMBERS = crew.JOB + 2 * 9  # piece, sides, heads, T, width and mode follow the 
 
 
 @device
-def run(control, block, S, w, piece, weights, q, k, v, g, beta, lengths, out, T, width, mode):
-    """Run checked and flat arrays, with the helpers that wait at `control` (empty: none), and count the tokens."""
+def begin(control, block, weights, q, k, v, g, beta, lengths, out, piece, sides, heads, T, width, mode):
+    """Open a job for the helpers that wait at `control`; False where there are none or they are busy."""
+    if control.size == 0 or crew.swap(control, crew.BUSY, 1) != 0:
+        return False
+    post(control, 0, block)
+    post(control, 1, weights)
+    post(control, 2, q)
+    post(control, 3, k)
+    post(control, 4, v)
+    post(control, 5, g)
+    post(control, 6, beta)
+    post(control, 7, lengths)
+    post(control, 8, out)
+    control[NUMBERS] = piece
+    control[NUMBERS + 1] = sides
+    control[NUMBERS + 2] = heads
+    control[NUMBERS + 3] = T
+    control[NUMBERS + 4] = width
+    control[NUMBERS + 5] = mode
     header = view(block, 0, layout.HEADER, np.int64)
-    total = header[B] * header[N]
-    sides, heads, _ = weights.shape
-    rows = flat(weights)
-    helped = control.size > 0 and crew.swap(control, crew.BUSY, 1) == 0
-    if helped:
-        post(control, 0, block)
-        post(control, 1, rows)
-        post(control, 2, q)
-        post(control, 3, k)
-        post(control, 4, v)
-        post(control, 5, g)
-        post(control, 6, beta)
-        post(control, 7, lengths)
-        post(control, 8, out)
-        control[NUMBERS] = piece
-        control[NUMBERS + 1] = sides
-        control[NUMBERS + 2] = heads
-        control[NUMBERS + 3] = T
-        control[NUMBERS + 4] = width
-        control[NUMBERS + 5] = mode
-        crew.open_job(control, total)
-    share(
-        helped, control, block, S, w, piece, rows, sides, heads, q, k, v, g, beta, lengths, out, T, width, mode, total
-    )
+    crew.open_job(control, header[B] * header[N])
+    return True
+
+
+@device
+def finish(helped, control, block, lengths, T, mode):
+    """Wait for the helpers, and count the tokens."""
     if helped:
         crew.close_job(control)
     if mode != READ:
+        header = view(block, 0, layout.HEADER, np.int64)
         position = view(block, header[layout.AT_POSITION], header[B], np.int64)
         for b in range(header[B]):
             position[b] += lengths[b] if lengths.size > 0 else T
@@ -475,13 +471,12 @@ def _build_helper(dtype: str, stamp: int) -> Callable[..., int]:
                 header = view(block, 0, layout.HEADER, np.int64)
                 piece = control[NUMBERS]
                 size = work_size(piece, header[H], header[N], header[K], header[F], header[VP])
-                share(
+                advance(
                     True, control, block, state_matrix(block, kept), np.empty(size, item), piece,
-                    posted(control, 1, item), control[NUMBERS + 1],
-                    control[NUMBERS + 2], posted(control, 2, item), posted(control, 3, item), posted(control, 4, item),
-                    posted(control, 5, item), posted(control, 6, item), posted(control, 7, np.int64),
-                    posted(control, 8, item), control[NUMBERS + 3], control[NUMBERS + 4], control[NUMBERS + 5],
-                    header[B] * header[N],
+                    posted(control, 1, item), control[NUMBERS + 1], control[NUMBERS + 2], posted(control, 2, item),
+                    posted(control, 3, item), posted(control, 4, item), posted(control, 5, item),
+                    posted(control, 6, item), posted(control, 7, np.int64), posted(control, 8, item),
+                    control[NUMBERS + 3], control[NUMBERS + 4], control[NUMBERS + 5], header[B] * header[N],
                 )  # fmt: skip
                 crew.leave(control)
         return layout.OK
@@ -527,10 +522,17 @@ def _build_step(dtype: str, stamp: int) -> Callable[..., int]:
             return layout.REFUSED
         S = state_matrix(block, kept)
         w = view(block, header[layout.AT_WORK], (header[layout.END] - header[layout.AT_WORK]) // itemsize, item)
-        run(
-            control, block, S, w, 1, weights, flat_q, flat_k, flat_v, flat_g, flat_beta, lengths, flat(out), 1, width,
-            STEP,
+        sides, heads, _ = weights.shape
+        rows, flat_out = flat(weights), flat(out)
+        helped = begin(
+            control, block, rows, flat_q, flat_k, flat_v, flat_g, flat_beta, lengths, flat_out, 1, sides, heads, 1,
+            width, STEP,
         )  # fmt: skip
+        advance(
+            helped, control, block, S, w, 1, rows, sides, heads, flat_q, flat_k, flat_v, flat_g, flat_beta, lengths,
+            flat_out, 1, width, STEP, B_ * N_,
+        )  # fmt: skip
+        finish(helped, control, block, lengths, 1, STEP)
         return layout.OK
 
     return step
@@ -557,10 +559,17 @@ def _build_sequence(dtype: str, stamp: int) -> Callable[..., int]:
         piece = min(T, piece_length(H_, N_, K_, F_, VP_, itemsize))
         S = state_matrix(block, kept)
         w = np.empty(work_size(piece, H_, N_, K_, F_, VP_), item)
-        run(
-            control, block, S, w, piece, weights, flat_q, flat_k, flat_v, flat_g, flat_beta, lengths, flat(out), T,
+        sides, heads, _ = weights.shape
+        rows, flat_out = flat(weights), flat(out)
+        helped = begin(
+            control, block, rows, flat_q, flat_k, flat_v, flat_g, flat_beta, lengths, flat_out, piece, sides, heads, T,
             g.shape[3], mode,
         )  # fmt: skip
+        advance(
+            helped, control, block, S, w, piece, rows, sides, heads, flat_q, flat_k, flat_v, flat_g, flat_beta, lengths,
+            flat_out, T, g.shape[3], mode, B_ * N_,
+        )  # fmt: skip
+        finish(helped, control, block, lengths, T, mode)
         return layout.OK
 
     return sequence

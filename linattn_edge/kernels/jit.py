@@ -49,8 +49,13 @@ SOURCE_STAMP = _source_stamp()
 
 
 def device(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` itself, from now on callable from compiled code (CPU, CUDA and the CUDA simulator)."""
+    """`fn` itself, from now on callable from compiled code (CPU, CUDA and the CUDA simulator), and inlined there."""
     return register_jitable(forceinline=True)(fn)
+
+
+def large(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for a function too large to inline: whoever calls it does not compile it again."""
+    return register_jitable(fn)
 
 
 def switch(functions: Sequence[Callable[..., Any]], arguments: str) -> Callable[..., Any]:

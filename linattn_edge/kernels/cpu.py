@@ -194,8 +194,8 @@ def advance(
 ):
     """Take `total` state heads through T tokens, or, with helpers, chunks of them until none is left.
 
-    All arrays are flat, weights [sides, heads, P] too. Queries and keys are packed into scratch, head by head; v and
-    out are used where they are if V is whole lanes.
+    All arrays are flat, weights [sides, heads, P] too. Queries and keys are packed into scratch, head by head; a step
+    uses v and out where they are if V is whole lanes.
     """
     header = view(block, 0, layout.HEADER, np.int64)
     H_, HK_, N_, K_, V_, F_, VP_ = header[H], header[HK], header[N], header[K], header[V], header[F], header[VP]
@@ -215,7 +215,7 @@ def advance(
     one, nothing = w.dtype.type(1), w.dtype.type(0)
     P = weights.size // (sides * heads)
     plain = code == IDENTITY and not norm
-    exact = V_ == VP_  # then v and y are used where they are
+    exact = piece == 1 and V_ == VP_  # then v and y are used where they are
 
     ks = part(w, 0, piece * F_)
     qs = part(w, piece * F_, r * piece * F_)

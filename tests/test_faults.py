@@ -151,10 +151,10 @@ def test_steps_leave_no_memory_behind():
 @SIX
 @pytest.mark.skipif(NOJIT, reason="interpreted loops make objects")
 def test_step_with_out_allocates_no_arrays(rule, gate):
-    case = make(rule, gate, "gqa", T=1, B=4, K=16, V=64)
+    case = make(rule, gate, "gqa", T=1, B=4, K=128, V=256)
     state = case.start()
     arrays, rest = case.tokens(0)
-    out = np.empty((4, 4, 64), np.float32)
+    out = np.empty((4, 4, 256), np.float32)
     case.attn.step(*arrays, state, **rest, out=out)
     tracemalloc.start()
     try:
@@ -162,7 +162,8 @@ def test_step_with_out_allocates_no_arrays(rule, gate):
         tracemalloc.reset_peak()
         before = tracemalloc.get_traced_memory()[0]
         case.attn.step(*arrays, state, **rest, out=out)
-        assert tracemalloc.get_traced_memory()[1] - before < 1500  # a view or two; y alone has 4096 bytes
+        peak = tracemalloc.get_traced_memory()[1]
+        assert peak - before < 4000  # views and call frames; y has 16384 bytes, q 8192, k 4096
     finally:
         tracemalloc.stop()
 

@@ -74,6 +74,37 @@ def check_shape(name: str, array: Array, symbols: str, expected: tuple[int | Non
         raise ShapeError(f"{name}: expected shape [{symbols}] = [{sizes}], got {list(array.shape)}")
 
 
+def token_arrays(
+    given: dict[str, Any], shapes: dict[str, tuple[Any, ...]], axes: int, B: int
+) -> tuple[dict[str, Array], str, tuple[int, ...], int]:
+    """q, k and v of a step (axes 3) or a sequence (axes 4) as arrays that fit each other and the layer.
+
+    shapes: for each name the symbols of its last two axes, then their sizes. Also returns the symbols and the sizes of
+    the leading axes, and T.
+    """
+    checked = {name: real_array(name, value) for name, value in given.items()}
+    lead = "B" if axes == 3 else "B, T"
+    sizes: tuple[int | None, ...] = (B,) if axes == 3 else (B, None)
+    T = 1
+    for name, array in checked.items():
+        symbols, *tail = shapes[name]
+        check_shape(name, array, f"{lead}, {symbols}", (*sizes, *tail))
+        if axes == 4:
+            T = array.shape[1]  # the first one's, which the others must have
+            sizes = (B, T)
+    return checked, lead, (B,) if axes == 3 else (B, T), T
+
+
+def deliver(y: Array, out: Array | None, dtype: "np.dtype[Any]") -> Array:
+    """The result in the dtype that was promised, in `out` when given; too large for float16 becomes inf."""
+    with np.errstate(over="ignore"):
+        if out is None:
+            return y.astype(dtype, copy=False)
+        if y is not out:
+            out[...] = y
+    return out
+
+
 def as_dtype(array: Array, dtype: DTypeLike) -> Array:
     """C-contiguous, aligned, native and of that dtype; copies only when it must. Too large for float32 becomes inf."""
     with np.errstate(over="ignore"):

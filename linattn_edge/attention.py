@@ -239,22 +239,13 @@ class LinearAttention:
         """Check everything, bring it to one dtype and layout, run. axes: 3 for a step, 4 for a sequence."""
         self._check_state(state)
         layer, B = self.layer, state.batch_size
-        taken = {STEP: ("q", "k", "v"), WRITE: ("k", "v"), READ: ("q",)}[mode]
-        given = {name: arrays.real_array(name, {"q": q, "k": k, "v": v}[name]) for name in taken}
-        first = next(iter(given))
-        lead, sizes = ("B", (B,)) if axes == 3 else ("B, T", (B, None))
+        taken = {STEP: {"q": q, "k": k, "v": v}, WRITE: {"k": k, "v": v}, READ: {"q": q}}[mode]
         shapes = {"q": ("H, K", layer.H, layer.K), "k": ("Hk, K", layer.HK, layer.K), "v": ("Hv, V", layer.N, layer.V)}
-        T = 1
-        for name, array in given.items():
-            symbols, *tail = shapes[name]
-            arrays.check_shape(name, array, f"{lead}, {symbols}", (*sizes, *tail))
-            if axes == 4 and name == first:
-                T = array.shape[1]
-                sizes = (B, T)
-        dtype = output = None
+        given, lead, sizes, T = arrays.token_arrays(taken, shapes, axes, B)
+        output = None
         if "q" in given:
             output = arrays.output_dtype(given["q"])
-            shape = (*((B,) if axes == 3 else (B, T)), layer.outputs, layer.V)
+            shape = (*sizes, layer.outputs, layer.V)
             if out is not None:
                 arrays.check_out(out, shape, f"{lead}, heads, V", output)
         if mode != READ:
@@ -273,15 +264,7 @@ class LinearAttention:
             direct = out if out is not None and output == dtype else np.empty(shape, dtype)
             y = direct if axes == 4 else direct[:, None]
         self._call(mode, state, ready, lengths, y)
-        if output is None:
-            return None
-        if out is None:
-            with np.errstate(over="ignore"):  # float16 goes to inf
-                return direct.astype(output, copy=False)
-        if direct is not out:
-            with np.errstate(over="ignore"):
-                out[...] = direct
-        return out
+        return None if output is None else arrays.deliver(direct, out, output)
 
     def _check_gates(
         self, given: dict[str, Array], g: Any, beta: Any, lead: str, sizes: tuple[int | None, ...]

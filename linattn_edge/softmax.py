@@ -201,22 +201,13 @@ class SoftmaxAttention:
 
         self._check_state(state)
         B, dtype = state.batch_size, state._dtype
-        taken = {STEP: ("q", "k", "v"), WRITE: ("k", "v"), READ: ("q",)}[mode]
-        given = {name: arrays.real_array(name, {"q": q, "k": k, "v": v}[name]) for name in taken}
-        first = next(iter(given))
-        lead, sizes = ("B", (B,)) if axes == 3 else ("B, T", (B, None))
-        T = 1
+        taken = {STEP: {"q": q, "k": k, "v": v}, WRITE: {"k": k, "v": v}, READ: {"q": q}}[mode]
         shapes = {"q": ("H, K", self.H, self.K), "k": ("Hk, K", self.N, self.K), "v": ("Hv, V", self.N, self.V)}
-        for name, array in given.items():
-            symbols, *tail = shapes[name]
-            arrays.check_shape(name, array, f"{lead}, {symbols}", (*sizes, *tail))
-            if axes == 4 and name == first:
-                T = array.shape[1]
-                sizes = (B, T)
+        given, lead, sizes, T = arrays.token_arrays(taken, shapes, axes, B)
         if lengths is not None:
             lengths = arrays.lengths_array(lengths, B, T)
         output = None
-        shape = (*((B,) if axes == 3 else (B, T)), self.H, self.V)
+        shape = (*sizes, self.H, self.V)
         if "q" in given:
             output = arrays.output_dtype(given["q"])
             if out is not None:
@@ -246,12 +237,4 @@ class SoftmaxAttention:
         if code != OK:
             arrays.check_finite(ready, lengths)
             raise ShapeError("a compiled kernel refused what was checked")
-        if output is None:
-            return None
-        if out is None:
-            with np.errstate(over="ignore"):  # float16 goes to inf
-                return y.astype(output, copy=False)
-        if y is not out:
-            with np.errstate(over="ignore"):
-                out[...] = y
-        return out
+        return None if output is None else arrays.deliver(y, out, output)

@@ -12,6 +12,7 @@ from linattn_edge import arrays, reference
 from linattn_edge.arrays import whole
 from linattn_edge.errors import ShapeError, StateMismatchError
 from linattn_edge.features import FeatureMap, feature_map, map_code
+from linattn_edge.kernels import layout
 from linattn_edge.kernels.layout import OK, READ, STEP, WORTH_SHARING, WRITE
 from linattn_edge.layer import Layer, flag, make_layer, read_metadata
 from linattn_edge.softmax import SoftmaxAttention
@@ -178,9 +179,8 @@ class LinearAttention:
             if active is not None or state._fingerprint is not self._fingerprint:
                 return None
             dtype = state._dtype
-            entry, weights, no_g, no_beta, no_lengths, control = self._entries[dtype]
-            if self.num_threads > 1 and state._bytes >= WORTH_SHARING:
-                control = self._helpers(dtype)
+            entry, plan, no_g, no_beta = self._entries[dtype][:4]
+            control = self._helpers() if self.num_threads > 1 and state._bytes >= WORTH_SHARING else 0
             if g is None:
                 g = no_g
             elif no_g.size or g.ndim < 2:
@@ -189,7 +189,7 @@ class LinearAttention:
                 g = g[:, :, None]
             y = out if out is not None else np.empty((q.shape[0], self._outputs, self._V), q.dtype)
             beta = no_beta if beta is None else beta
-            code = entry(q, k, v, g, beta, no_lengths, y, weights, state._block, self.check_finite, control)
+            code = entry(q, k, v, g, beta, y, state._block, plan, control)
             return y if code == OK else None
         except (TypeError, KeyError, AttributeError, IndexError):
             return None
@@ -200,38 +200,45 @@ class LinearAttention:
         if state._fingerprint != self._fingerprint:
             raise StateMismatchError(f"state: belongs to another layer: {self.layer.describe_difference(state._layer)}")
 
-    def _constants(self, dtype: str) -> tuple[Array, ...]:
-        """What a compiled call gets for φ's weights, and for g, beta, lengths and helpers where there are none."""
-        layer = self.layer
-        width = 1 if layer.rule.decay else 0
-        no_g = np.zeros((0, 0, width)) if layer.decay is None else layer.decay[None]
-        none = np.zeros(0, np.int64)
-        dtype = compute_dtype(dtype)
-        return layer.weights.astype(dtype), arrays.as_dtype(no_g, dtype), np.zeros((0, 0), dtype), none, none
-
-    def _helpers(self, dtype: str) -> Array:
-        """The control block of the helper threads, who have been woken."""
+    def _helpers(self) -> int:
+        """The address of the control block of the helper threads, who have been woken."""
         from linattn_edge import threads
 
-        crew = threads.get_crew(dtype, self.num_threads)
+        crew = threads.get_crew(self.num_threads)
         crew.wake()
-        return crew.control
+        return crew.address
 
     def _prepare(self, dtype: str) -> None:
-        """Compile or load the step for a state dtype, once."""
-        if self.backend == "cpu" and dtype not in self._entries:
-            from linattn_edge.kernels import cpu
+        """Compile or load what a step for that state dtype needs, once."""
+        if self.backend != "cpu" or dtype in self._entries:
+            return
+        from linattn_edge.kernels import advance, columns, cpu, phi
 
-            self._entries[dtype] = (cpu.step(dtype), *self._constants(dtype))
+        layer = self.layer
+        real = compute_dtype(dtype)
+        weights = np.ascontiguousarray(layer.weights, real)
+        plan = np.zeros(layout.PLAN_SIZE, np.int64)
+        plan[[layout.ADVANCE, layout.PACK]] = advance.advance(dtype), phi.pack(layer.phi, real)
+        VP = layout.padded(layer.V)
+        if VP >= layout.WIDE:
+            plan[layout.COLUMNS_WIDE] = columns.columns(dtype, layout.WIDE)
+        if VP % layout.WIDE:
+            plan[layout.COLUMNS_NARROW] = columns.columns(dtype, layout.NARROW)
+        plan[layout.WEIGHTS] = weights.ctypes.data
+        plan[[layout.SIDES, layout.HEADS, layout.P]] = weights.shape
+        plan[layout.CHECK] = self.check_finite
+        no_g = np.zeros((0, 0, int(layer.rule.decay))) if layer.decay is None else layer.decay[None]
+        constants = plan, arrays.as_dtype(no_g, real), np.zeros((0, 0), real), weights
+        self._entries[dtype] = cpu.step(real), *constants
 
     def _warmup(self, dtype: str) -> None:
         self._prepare(dtype)
         if self.backend == "cpu":
             from linattn_edge.kernels import cpu
 
-            cpu.sequence(dtype)
+            cpu.sequence(compute_dtype(dtype))
             if self.num_threads > 1:
-                cpu.helper(dtype)
+                cpu.helper()
 
     def _run(
         self, mode: int, axes: int, q: Any, k: Any, v: Any, state: State, g: Any, beta: Any, lengths: Any, out: Any
@@ -312,21 +319,22 @@ class LinearAttention:
 
         dtype = state._dtype
         self._prepare(dtype)
-        _, weights, no_g, no_beta, no_lengths, control = self._entries[dtype]
+        _, plan, no_g, no_beta, _ = self._entries[dtype]
+        control = 0
         if self.num_threads > 1 and state._bytes * next(iter(ready.values())).shape[1] >= WORTH_SHARING:
-            control = self._helpers(dtype)
-        none = np.zeros((0, 0, 0, 0), compute_dtype(dtype))
-        code = cpu.sequence(dtype)(
+            control = self._helpers()
+        real = compute_dtype(dtype)
+        none = np.zeros((0, 0, 0, 0), real)
+        code = cpu.sequence(real)(
             ready.get("q", none),
             ready.get("k", none),
             ready.get("v", none),
             ready.get("g", no_g[None]),
             ready.get("beta", no_beta[None]),
-            no_lengths if lengths is None else lengths,
+            np.zeros(0, np.int64) if lengths is None else lengths,
             none if y is None else y,
-            weights,
             state._block,
-            self.check_finite,
+            plan,
             control,
             mode,
         )

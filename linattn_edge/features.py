@@ -33,6 +33,7 @@ class FeatureMap:
 
     name: ClassVar[str]
     positive: bool = True
+    elementwise: ClassVar[bool] = False  # F = K, and each y[i] depends on x[i] alone: one loop does all heads
     parameters: ClassVar[tuple[str, ...]] = ()  # the constructor's arguments
 
     def dim(self, K: int) -> int:
@@ -104,6 +105,7 @@ class Identity(FeatureMap):
     """φ(x) = x, F = K: the linear kernel qᵀk, signed. What GLA, RetNet, DeltaNet and Mamba-2 use."""
 
     name = "identity"
+    elementwise = True
     positive = False
 
     def define(self, x: Array, weights: Array, position: Array | None) -> Array:
@@ -122,6 +124,7 @@ class Elu(FeatureMap):
     """
 
     name = "elu"
+    elementwise = True
 
     def define(self, x: Array, weights: Array, position: Array | None) -> Array:
         return np.asarray(np.where(x >= 0, x + 1, np.exp(np.minimum(x, 0))))
@@ -138,6 +141,7 @@ class Relu(FeatureMap):
     """φ(x) = max(x, 0), F = K (Kasai et al. 2021, without their learned projection)."""
 
     name = "relu"
+    elementwise = True
 
     def define(self, x: Array, weights: Array, position: Array | None) -> Array:
         return np.maximum(x, 0)
@@ -153,6 +157,7 @@ class Relu2(FeatureMap):
     """φ(x) = max(x, 0)², F = K (So et al. 2021, "squared ReLU")."""
 
     name = "relu2"
+    elementwise = True
 
     def define(self, x: Array, weights: Array, position: Array | None) -> Array:
         return np.square(np.maximum(x, 0))

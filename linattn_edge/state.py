@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from linattn_edge import arrays
 from linattn_edge.errors import DtypeError, NotFiniteError, StateMismatchError
-from linattn_edge.features import map_code
+from linattn_edge.features import Identity
 from linattn_edge.kernels import layout
 from linattn_edge.layer import Layer
 from linattn_edge.rules import LOOPS
@@ -87,8 +87,9 @@ class State:
         positions = layout.HEADER * 8
         s = positions + _aligned(B * 8)
         z = s + _aligned(B * N * F * VP * kept.itemsize)
+        step, prefill = (layout.packing(many, H, N, K, F, VP, real.itemsize) for many in (False, True))
         work = z + (_aligned(B * N * F * real.itemsize) if layer.normalize else 0)
-        end = work + _aligned(layout.work_size(1, H, N, K, F, VP) * real.itemsize)
+        end = work + _aligned(step.work)
         raw = np.zeros(end + _ALIGN, np.uint8)
         start = -raw.ctypes.data % _ALIGN
         self._block = raw[start : start + end]
@@ -96,11 +97,14 @@ class State:
         header[[layout.B, layout.H, layout.HK, layout.N]] = B, H, layer.HK, N
         header[[layout.K, layout.V, layout.F, layout.VP]] = K, V, F, VP
         header[layout.RULE] = LOOPS.index(layer.rule.loop)
-        header[layout.MAP] = map_code(layer.phi)
+        header[layout.PLAIN] = type(layer.phi) is Identity
         header[layout.NORMALIZE], header[layout.QK_NORM] = layer.normalize, layer.qk_norm
         header[layout.EPS_ADD] = layer.eps_mode == "add"
         header[layout.CONSTANT_DECAY] = layer.decay is not None
         header[layout.TAKES_DECAY], header[layout.TAKES_BETA] = layer.rule.decay, layer.rule.beta
+        header[layout.ITEMSIZE] = real.itemsize
+        header[[layout.STEP_GROUP, layout.STEP_WORK]] = step.group, step.work
+        header[[layout.PREFILL_GROUP, layout.PREFILL_PIECE, layout.PREFILL_WORK]] = prefill
         header[[layout.AT_POSITION, layout.AT_S, layout.AT_Z, layout.AT_WORK, layout.END]] = positions, s, z, work, end
         header[[layout.SCALE, layout.EPS]] = np.array([layer.scale, layer.eps]).view(np.int64)
         self._position = self._block[positions : positions + B * 8].view(np.int64)

@@ -12,18 +12,19 @@ from linattn_edge.kernels import crew
 
 
 class Crew:
-    """Threads that help with calls of one dtype. A call that finds the crew busy with another one runs alone."""
+    """Threads that help with calls. A call that finds the crew busy with another one runs alone."""
 
-    def __init__(self, dtype: str, helpers: int) -> None:
+    def __init__(self, helpers: int) -> None:
         from linattn_edge.kernels import cpu
 
         memory = np.zeros(crew.SIZE + 8, np.int64)
         self.control = memory[-memory.ctypes.data % 64 // 8 :][: crew.SIZE]  # on a cache line of its own
+        self.address = self.control.ctypes.data
         self.control[crew.LIMIT] = helpers
         self._bell = threading.Semaphore(0)
         self._asleep = 0
         self._lock = threading.Lock()
-        self._loop = cpu.helper(dtype)
+        self._loop = cpu.helper()
         for number in range(helpers):
             thread = threading.Thread(target=self._help, name=f"linattn_edge helper {number}", daemon=True)
             thread.start()
@@ -44,18 +45,18 @@ class Crew:
                 self._bell.release(asleep)
 
 
-_crews: dict[tuple[str, int], Crew] = {}
+_crews: dict[int, Crew] = {}
 _lock = threading.Lock()
 
 
-def get_crew(dtype: str, num_threads: int) -> Crew:
-    """The crew of num_threads − 1 helpers for that dtype."""
-    key = dtype, num_threads - 1
-    if key not in _crews:
+def get_crew(num_threads: int) -> Crew:
+    """The crew of num_threads − 1 helpers."""
+    helpers = num_threads - 1
+    if helpers not in _crews:
         with _lock:
-            if key not in _crews:
-                _crews[key] = Crew(*key)
-    return _crews[key]
+            if helpers not in _crews:
+                _crews[helpers] = Crew(helpers)
+    return _crews[helpers]
 
 
 def _forget() -> None:

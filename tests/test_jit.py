@@ -29,16 +29,13 @@ from numba import types
 
 exp = maths.exp
 
-def build(stamp):
-    def probe(x):
-        _ = stamp
-        return exp(x)
-    return probe
+def probe(x):
+    return exp(x)
 
 time.sleep(max(0, float(sys.argv[1]) - time.time()) if len(sys.argv) > 1 else 0)
 record = event.RecordingListener()
 with event.install_listener("numba:compile", record):
-    y = jit.kernel(build, (types.float32,))(np.float32(1))
+    y = jit.kernel(probe, "probe", (types.float32,))(np.float32(1))
 print(float(y), len(record.buffer) // 2)
 """
 
@@ -141,14 +138,14 @@ def test_every_source_that_is_compiled_is_in_the_stamp(copied, monkeypatch):
     monkeypatch.setattr(jit, "__file__", str(package / "kernels" / "jit.py"))
     seen = {jit._source_stamp()}
     assert seen == {jit.SOURCE_STAMP}  # the place does not matter, the text does
-    names = ["maths", "lanes", "layout", "cpu", "jit", "softmax"]
+    names = ["maths", "lanes", "layout", "sweep", "columns", "advance", "phi", "cpu", "crew", "jit", "softmax"]
     sources = [package / "kernels" / f"{name}.py" for name in names]
     for source in [*sources, package / "rules.py", package / "features.py"]:
         text = source.read_text()
         source.write_text(text + "\n# another version\n")
         seen.add(jit._source_stamp())
         source.write_text(text)
-    assert len(seen) == 9
+    assert len(seen) == 1 + len(names) + 2
 
 
 @pytest.mark.skipif(not JIT, reason="needs the compiler")
@@ -170,14 +167,10 @@ def test_processes_at_once_on_a_cold_cache(copied):
 def small(offset):
     """Something to compile that takes no time."""
 
-    def build(stamp):
-        def add(x):
-            _ = stamp
-            return x + offset
+    def add(x):
+        return x + offset
 
-        return add
-
-    return build
+    return add
 
 
 @pytest.fixture
@@ -202,7 +195,7 @@ def test_no_folder_to_write_to_is_one_warning(nowhere):
     assert jit.cache_folder() is None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        functions = [jit.kernel(small(n), (types.int64,)) for n in range(3)]
+        functions = [jit.kernel(small(n), f"add {n}", (types.int64,)) for n in range(3)]
     assert [f(1) for f in functions] == [1, 2, 3]
     assert len(caught) == 1
     assert issubclass(caught[0].category, RuntimeWarning)
@@ -248,7 +241,7 @@ def test_a_kernel_takes_one_signature_only():
 
     from linattn_edge.kernels import jit
 
-    add = jit.kernel(small(1), (types.int64,))
+    add = jit.kernel(small(1), "add 1", (types.int64,))
     assert add(2) == 3
     with pytest.raises(TypeError):
         add("text")

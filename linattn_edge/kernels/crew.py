@@ -1,6 +1,6 @@
 """How threads share one call: a control block of int64 that the caller and its helpers touch with atomics only.
 
-The caller opens a job (its arrays as addresses and sizes, the number of state heads), and everybody, caller included,
+The caller opens a job (the address of a state, see layout.py), and everybody, caller included,
 takes chunks of heads from one counter until none is left. So a helper that is asleep, late or descheduled costs nothing
 but its help. The caller then closes the job and waits until no helper is inside; only then may the next job be
 written.
@@ -27,8 +27,8 @@ NEXT = 16  # the next head to take
 INSIDE = 24  # helpers that may be looking at the job
 LIMIT = 40  # helpers that this job may have
 CHUNK = 48  # state heads that are taken at once
-JOB = 56  # the arrays (address, size), then numbers; see cpu.py
-SIZE = 128
+JOB = 56  # the address of the state whose header holds the job
+SIZE = 64
 
 CHUNKS = 4  # chunks for each thread: the last one to finish is not late by much
 SPINS = 20_000  # looks at TICKET before a helper goes to sleep: some 0.2 ms
@@ -88,7 +88,8 @@ else:
 @device
 def open_job(control, total):
     """Let helpers in. The caller owns the block (BUSY) and has written the job."""
-    control[CHUNK] = max(1, total // (CHUNKS * (control[LIMIT] + 1)))
+    chunk = total // (CHUNKS * (control[LIMIT] + 1))
+    control[CHUNK] = chunk if chunk > 0 else 1
     swap(control, NEXT, 0)
     add(control, TICKET, 1)
 

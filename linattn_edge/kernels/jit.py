@@ -1,13 +1,16 @@
 """The one place with Numba options and the cache policy.
 
-`device(fn)` marks a plain function as callable from any kernel, on any target. `kernel(build, signature)` compiles an
-entry point for one signature, caches it, and refuses every other signature with a TypeError.
+`device(fn)` marks a plain function as callable from any kernel, on any target. `kernel` compiles an entry
+point for one signature, caches it, and refuses every other signature with a TypeError; `core` compiles what entries
+share.
 
-Numba's own cache only watches the file that holds the jitted function. So each entry carries, as a closure constant,
-a hash of every source file that can end up in it: edit or upgrade one in place and the old machine code is not found.
+Numba's own cache only watches the file that holds the jitted function, and what its closure holds. Here what is looked
+up is a name and a hash of every source file that can end up in a kernel: edit or upgrade one in place and the old
+machine code is not found.
 """
 
 import functools
+import gc
 import hashlib
 import math
 import pickle
@@ -20,7 +23,9 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.core.caching import CompileResultCacheImpl
+from numba.core import cgutils
+from numba.core.caching import CompileResultCacheImpl, NullCache
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic, overload, register_jitable
 from numba.np.numpy_support import as_dtype
 
@@ -50,12 +55,12 @@ SOURCE_STAMP = _source_stamp()
 
 def device(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` itself, from now on callable from compiled code (CPU, CUDA and the CUDA simulator), and inlined there."""
-    return register_jitable(forceinline=True)(fn)
+    return register_jitable(forceinline=True, no_cfunc_wrapper=True)(fn)
 
 
 def large(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The same for a function too large to inline: whoever calls it does not compile it again."""
-    return register_jitable(fn)
+    return register_jitable(no_cfunc_wrapper=True)(fn)
 
 
 def switch(functions: Sequence[Callable[..., Any]], arguments: str) -> Callable[..., Any]:
@@ -70,20 +75,76 @@ def switch(functions: Sequence[Callable[..., Any]], arguments: str) -> Callable[
     return device(names["choose"])
 
 
-def kernel(build: Callable[[int], Callable[..., int]], signature: tuple[Any, ...]) -> Callable[..., int]:
-    """Compile `build(SOURCE_STAMP)`, a function that refers to its argument, for exactly one signature."""
-    function = build(SOURCE_STAMP)
+def kernel(function: Callable[..., int], name: str, signature: tuple[Any, ...]) -> Callable[..., int]:
+    """`function`, compiled for exactly one signature; two that are called the same must do the same."""
     if DISABLED:
         return _interpreted(function, signature)
+    entry = njit(**OPTIONS)(function)
+    _compile(entry, name, lambda: entry.compile(signature))
+    entry.disable_compile()
+    return entry
+
+
+def core(function: Callable[..., int], name: str | None, signature: tuple[Any, ...]) -> int:
+    """The same for a function that compiled code reaches by its address, which this returns: see `call`.
+
+    Whatever calls it need not compile it again, as Numba does with all that is inlined or linked. Without a name it is
+    not cached.
+    """
+    if DISABLED:
+        _CORES.append(function)
+        return len(_CORES) - 1
+    made = CFunc(function, (signature, types.int64), locals={}, options=OPTIONS)
+    _compile(made, name, made.compile)
+    _CORES.append(made)
+    address: Any = made.address
+    return int(address)
+
+
+_CORES: list[Any] = []  # lives as long as the process: addresses must stay good
+
+
+def _call_interpreted(address: int, *args: Any) -> None:
+    _CORES[address](*args)
+
+
+@intrinsic
+def _call(typing: Any, address: Any, *args: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        given = cgutils.unpack_tuple(builder, values[1])
+        kind = ir.FunctionType(ir.IntType(64), [value.type for value in given])
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), given)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.StarArgTuple(args)), code
+
+
+call = _call_interpreted if DISABLED else _call  # call(address, ...): run a core
+
+
+def _compile(made: Any, name: str | None, compile_: Callable[[], Any]) -> None:
+    """Compile, or load from the cache: from what was compiled under that name from the same sources."""
+    collecting = gc.isenabled()
+    gc.disable()  # a tenth of a compilation is Python looking for garbage among a million live objects
     try:
-        compiled = njit(cache=True, **OPTIONS)(function)  # RuntimeError: "no locator available"
-        compiled.compile(signature)  # the others: a full disk, or a cache file that was cut or is not one
-    except (RuntimeError, OSError, ValueError, EOFError, IndexError, pickle.UnpicklingError):
-        _warn_uncached()
-        compiled = njit(**OPTIONS)(function)
-        compiled.compile(signature)
-    compiled.disable_compile()
-    return compiled
+        if name is not None:
+            try:
+                made.enable_caching()  # RuntimeError: "no locator available"
+                made._cache._index_key = lambda signature, codegen: (
+                    signature,
+                    codegen.magic_tuple(),
+                    name,
+                    SOURCE_STAMP,
+                )
+                compile_()
+                return
+            except (RuntimeError, OSError, ValueError, EOFError, IndexError, pickle.UnpicklingError):
+                _warn_uncached()  # the others: a full disk, or a cache file that was cut or is not one
+                made._cache = NullCache()
+        compile_()
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @functools.cache

@@ -8,6 +8,7 @@ prove that a state and its inputs do not overlap. With the JIT off, a lane is a 
 arrays, in numbers, and are not checked. A GPU thread is a lane of width 1: the same loops, scalar loads.
 """
 
+import ctypes
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -202,17 +203,6 @@ def _borrow(context: Any, builder: Any, result: Any, pointer: Any, count: Any) -
 
 
 @intrinsic
-def _view(typing: Any, block: Any, at: Any, count: Any, dtype: Any) -> Any:
-    result = types.Array(dtype.dtype, 1, "C")
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        return _borrow(context, builder, result, builder.gep(data, [args[1]]), args[2])
-
-    return result(block, types.intp, types.intp, dtype), code
-
-
-@intrinsic
 def _flat(typing: Any, array: Any) -> Any:
     result = types.Array(array.dtype, 1, "C")
 
@@ -232,8 +222,7 @@ def _pointer(typing: Any, array: Any, at: Any) -> Any:
 
 
 @intrinsic
-def at_address(typing: Any, address: Any, count: Any, dtype: Any) -> Any:
-    """`count` numbers at a memory address that another thread handed over."""
+def _at_address(typing: Any, address: Any, count: Any, dtype: Any) -> Any:
     result = types.Array(dtype.dtype, 1, "C")
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -241,6 +230,15 @@ def at_address(typing: Any, address: Any, count: Any, dtype: Any) -> Any:
         return _borrow(context, builder, result, pointer, args[1])
 
     return result(types.int64, types.intp, dtype), code
+
+
+@intrinsic
+def _address_of(typing: Any, array: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.ptrtoint(data, ir.IntType(64))
+
+    return types.int64(array), code
 
 
 @intrinsic
@@ -254,21 +252,52 @@ def _part(typing: Any, array: Any, at: Any, count: Any) -> Any:
     return result(array, types.intp, types.intp), code
 
 
-def _interpreted_view(block: Any, at: int, count: int, dtype: Any) -> Any:
-    return block[at : at + count * np.dtype(dtype).itemsize].view(dtype)
+@intrinsic
+def _prefetch(typing: Any, array: Any, at: Any, count: Any) -> Any:
+    """Ask for the cache lines of array[at:at + count]."""
+    item = array.dtype.bitwidth // 8
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        start = builder.bitcast(
+            _address(context, builder, signature.args[0], args[0], args[1]), ir.IntType(8).as_pointer()
+        )
+        name = "llvm.prefetch.p0"
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, kind, name)
+        size = builder.mul(args[2], ir.Constant(args[2].type, item))
+        with cgutils.for_range_slice(builder, ir.Constant(args[2].type, 0), size, ir.Constant(args[2].type, 64)) as (
+            i,
+            _,
+        ):
+            builder.call(
+                function, [builder.gep(start, [i]), ir.Constant(word, 0), ir.Constant(word, 3), ir.Constant(word, 1)]
+            )
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp), code
+
+
+def _interpreted_at(address: int, count: int, dtype: Any) -> Any:
+    if count <= 0:
+        return np.empty(0, dtype)
+    return np.frombuffer((ctypes.c_char * (count * np.dtype(dtype).itemsize)).from_address(int(address)), dtype)
 
 
 # Arrays that borrow their memory from one that the caller keeps alive. All of them are writable to the compiler, so
 # that a function is not compiled twice for inputs and scratch; nothing writes to an input.
 #
-# view(block, at, count, dtype): numbers from byte `at` of a byte array; part(array, at, count): array[at:at + count];
-# flat(array): a C-contiguous array in one axis; pointer(array, at): array[at:] without a length, cheapest to pass.
-# NumPy's own slices count references, 5 ns each, and its methods compile
-# their error messages into every kernel.
+# at_address(address, count, dtype): numbers at a memory address; address(array) gives one; part(array, at, count):
+# array[at:at + count]; flat(array): a C-contiguous array in one axis; pointer(array, at): array[at:] without a length,
+# cheapest to pass. NumPy's own slices count references, 5 ns each, and its methods compile their error messages into
+# every kernel.
 if DISABLED:
-    view = _interpreted_view
+    at_address = _interpreted_at
+    address = lambda array: array.ctypes.data  # noqa: E731
     part = lambda array, at, count: array[at : at + count]  # noqa: E731
     flat = lambda array: array.reshape(-1)  # noqa: E731
     pointer = lambda array, at: array[at:]  # noqa: E731
+    prefetch = lambda array, at, count: None  # noqa: E731
 else:
-    view, part, flat, pointer = _view, _part, _flat, _pointer
+    at_address, address, part, flat, pointer = _at_address, _address_of, _part, _flat, _pointer
+    prefetch = _prefetch

@@ -4,19 +4,38 @@ One block is one argument to a compiled step, one copy to fork a stream. No Numb
 the kernels read them. S is [B, N, F, VP] with the value width padded to VP, a multiple of `NARROW` columns.
 """
 
-# int64 header fields
+from typing import NamedTuple
+
+from linattn_edge.kernels import sweep
+
+# int64 header fields of a state
 B, H, HK, N, K, V, F, VP = range(8)  # sizes: streams, query heads, key heads, state heads, widths, padded V
-RULE, MAP = 8, 9  # which loop, which feature map
+RULE, PLAIN = 8, 9  # which loop; 1 where φ is the identity
 NORMALIZE, QK_NORM, EPS_ADD, CONSTANT_DECAY = 10, 11, 12, 13  # 0 or 1
-TAKES_DECAY, TAKES_BETA = 15, 16
+TAKES_DECAY, TAKES_BETA = 14, 15
+ITEMSIZE = 16  # of the numbers that it is computed in
 AT_POSITION, AT_S, AT_Z, AT_WORK, END = 17, 18, 19, 20, 21  # byte offsets
 SCALE, EPS = 22, 23  # float64, stored as their bits
-HEADER = 32
+STEP_GROUP, STEP_WORK = 24, 25  # how a step is packed: state heads at once, bytes of scratch
+PREFILL_GROUP, PREFILL_PIECE, PREFILL_WORK = 26, 27, 28  # and a prefill: tokens at once, too
+
+# the job: what one call is about, written to the same header by a compiled entry, read by `advance`; addresses first
+Q, KEYS, VALUES, G, BETA, LENGTHS, OUT, PLAN = range(32, 40)  # LENGTHS is 0 where every token is real
+MODE, T, WIDTH, PIECE, GROUP, WORK = range(40, 46)  # WIDTH: decays for each head, 0, 1 or F
+HEADER = 48
+
+# int64 fields of a plan: what a layer adds to every call
+ADVANCE, PACK, COLUMNS_WIDE, COLUMNS_NARROW = range(4)  # addresses of compiled code, 0 where it is not needed
+WEIGHTS, SIDES, HEADS, P = range(4, 8)  # φ's numbers [sides, heads, P], by address
+CHECK = 8  # 1 to refuse NaN and inf
+PLAN_SIZE = 9
 
 NARROW = 8  # columns of S come in multiples of this
 WIDE = 32  # columns handled at once where V allows
-PIECE = 64  # tokens packed together in a prefill
-WORK_BYTES = 1 << 18  # a prefill's scratch stays near this, in cache
+PIECE_TOKENS = 64  # tokens packed together in a prefill, at most
+GROUP_WIDTH = 256  # features that the heads packed together in a prefill have, at least: rows are read a KiB at a time
+WORK_BYTES = 1 << 18  # scratch stays near this, in cache
+PAD = 16  # numbers between packed rows, so that their addresses differ in more than a power of two
 WORTH_SHARING = 1 << 20  # bytes of state, times tokens, from which a call may ask for helpers: waking one costs some µs
 
 HALVES = ("float16", "bfloat16")  # state dtypes that are computed in float32
@@ -33,13 +52,21 @@ def padded(V: int) -> int:
     return -(-V // NARROW) * NARROW
 
 
-def work_size(piece: int, H: int, N: int, K: int, F: int, VP: int) -> int:
-    """Numbers of scratch that `piece` tokens of one state head need; see `regions` in cpu.py."""
+class Packing(NamedTuple):
+    """How many heads and tokens `advance` packs together, and the bytes of scratch that takes."""
+
+    group: int
+    piece: int
+    work: int
+
+
+def packing(prefill: bool, H: int, N: int, K: int, F: int, VP: int, itemsize: int) -> Packing:
+    """As much at once as stays in cache: in a step all heads, in a prefill enough heads for long rows."""
     r = max(1, H // N)
-    return piece * (F * (4 + r) + VP * (1 + r) + 2 + r) + K + F * WIDE
 
+    def row(group: int) -> int:
+        return (group * (F * (4 + r) + VP * (1 + r) + 2 + r) + 7 * PAD) * itemsize
 
-def piece_length(H: int, N: int, K: int, F: int, VP: int, itemsize: int) -> int:
-    """Tokens packed together so that the scratch stays in cache."""
-    per_token = (work_size(2, H, N, K, F, VP) - work_size(1, H, N, K, F, VP)) * itemsize
-    return max(1, min(PIECE, WORK_BYTES // per_token))
+    group = max(1, min(N, max(1, GROUP_WIDTH // F) if prefill else WORK_BYTES // row(1)))
+    piece = max(1, min(PIECE_TOKENS, WORK_BYTES // row(group))) if prefill else 1
+    return Packing(group, piece, 8 * sweep.SIZE + piece * row(group) + (K + F * WIDE) * itemsize)

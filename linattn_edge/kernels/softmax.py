@@ -13,7 +13,8 @@ import numpy as np
 from numba import types
 
 from linattn_edge.kernels import layout, maths
-from linattn_edge.kernels.cpu import finite, weighted_rows
+from linattn_edge.kernels.columns import weighted_rows
+from linattn_edge.kernels.cpu import finite
 from linattn_edge.kernels.jit import kernel
 from linattn_edge.kernels.lanes import flat, operations, part
 from linattn_edge.kernels.layout import NARROW, READ, WIDE, WRITE
@@ -23,7 +24,7 @@ wide = weighted_rows(operations(WIDE))
 narrow = weighted_rows(operations(NARROW))
 
 
-def _build(dtype: str, stamp: int) -> Callable[..., int]:
+def _build(dtype: str) -> Callable[..., int]:
     largest = np.finfo(dtype).max
     item = np.dtype(dtype).type
     nothing = item(0)
@@ -34,7 +35,6 @@ def _build(dtype: str, stamp: int) -> Callable[..., int]:
 
         w is scratch of K + VP + tokens numbers. Shapes and capacity are checked by the caller.
         """
-        _ = stamp
         T = k.shape[1] if mode == WRITE else q.shape[1]
         B, N, blocks, K = keys.shape[0], keys.shape[1], keys.shape[2], keys.shape[3]
         capacity, VP = values.shape[2], values.shape[3]
@@ -45,10 +45,10 @@ def _build(dtype: str, stamp: int) -> Callable[..., int]:
             for b in range(B):
                 n = lengths[b] if lengths.size > 0 else T
                 a = b * T
-                if mode != WRITE and not finite(part(fq, a * H * K, n * H * K), largest):
+                if mode != WRITE and not finite(part(fq, a * H * K, n * H * K)):
                     return layout.REFUSED
                 if mode != READ and not (
-                    finite(part(fk, a * N * K, n * N * K), largest) and finite(part(fv, a * N * V, n * N * V), largest)
+                    finite(part(fk, a * N * K, n * N * K)) and finite(part(fv, a * N * V, n * N * V))
                 ):
                     return layout.REFUSED
         r = H // N
@@ -115,4 +115,4 @@ def attend(dtype: str) -> Callable[..., int]:
     kept = [types.Array(real, n, "C") for n in (4, 5, 4)]
     rest = [types.Array(types.int64, 1, "C"), types.Array(real, 1, "C"), real, types.boolean, types.int64]
     signature: tuple[Any, ...] = (*taken, *kept, *rest)
-    return kernel(functools.partial(_build, dtype), signature)
+    return kernel(_build(dtype), f"softmax {dtype}", signature)

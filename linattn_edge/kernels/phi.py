@@ -1,0 +1,89 @@
+"""Compiled feature maps: each is a function of its own, reached by its address, so a kernel compiles none of them."""
+
+from collections.abc import Callable
+
+import numpy as np
+from numba import types
+
+from linattn_edge.features import MAPS, FeatureMap
+from linattn_edge.kernels.jit import core, device
+from linattn_edge.kernels.lanes import at_address, part, prefetch
+
+AHEAD = 4
+
+
+@device
+def scaled(x, factor, y):
+    """y = factor · x; y may be x."""
+    for i in range(x.size):
+        y[i] = factor * x[i]
+
+
+@device
+def unit(x, y):
+    """y = x / sqrt(Σx² + 1e-6), also where the squares exceed the range."""
+    total = x.dtype.type(1e-6)
+    for i in range(x.size):
+        total += x[i] * x[i]
+    root = np.sqrt(total)
+    if root - root != 0:  # not finite
+        largest = x.dtype.type(0)
+        for i in range(x.size):
+            largest = max(largest, abs(x[i]))
+        total = x.dtype.type(0)
+        for i in range(x.size):
+            total += (x[i] / largest) * (x[i] / largest)
+        root = largest * np.sqrt(total)
+    for i in range(x.size):
+        y[i] = x[i] / root
+
+
+def _build(loop: Callable[..., None], elementwise: bool, dtype: str) -> Callable[..., int]:
+    item = np.dtype(dtype).type
+    itemsize = np.dtype(dtype).itemsize
+
+    def pack(
+        x, x_step, y, y_step, count, heads, K, F, weights, rows, first_row, P, position, moves, norm, factor, scratch
+    ):  # fmt: skip
+        """φ of `count` tokens of some neighbouring heads, times `factor`. x, y, weights and scratch are addresses.
+
+        norm: φ of x / sqrt(Σx² + 1e-6), the L2 norm that delta-rule models put on q and k. moves: 1 where the position
+        grows from token to token.
+        """
+        numbers, normed = at_address(weights, rows * P, item), at_address(scratch, K, item)
+        width, features = K, F
+        if elementwise and norm == 0:  # all heads at once
+            width, features = heads * K, heads * F
+        for t in range(count):
+            xt = at_address(x + t * x_step * itemsize, heads * K, item)
+            yt = at_address(y + t * y_step * itemsize, heads * F, item)
+            now = position + t * moves
+            if t + AHEAD < count:
+                prefetch(xt, AHEAD * x_step, heads * K)
+            for h in range(heads * K // width):
+                source = part(xt, h * width, width)
+                if norm != 0:
+                    unit(source, normed)
+                    source = normed
+                row = (first_row + h) % rows
+                loop(source, part(yt, h * features, features), part(numbers, row * P, P), now)
+            if factor != 1.0:
+                scaled(yt, item(factor), yt)
+        return 0
+
+    return pack
+
+
+_SIGNATURE = (*([types.int64] * 15), types.float64, types.int64)
+
+
+_packs: dict[tuple[Callable[..., None], str], int] = {}
+
+
+def pack(phi: FeatureMap, dtype: str) -> int:
+    """The address of the compiled map, for computing in dtype; maps of one class share it."""
+    key = phi.loop, dtype
+    if key not in _packs:
+        name = f"phi {phi.name} {dtype}" if type(phi) in MAPS.values() else None  # another's code is not in the stamp
+        _packs[key] = core(_build(device(phi.loop), phi.elementwise, dtype), name, _SIGNATURE)
+    return _packs[key]

@@ -3,13 +3,20 @@
 from linattn_edge.attention import LinearAttention, linear_attention, warmup
 from linattn_edge.decays import lightning_decay, retnet_decay
 from linattn_edge.features import (
+    T2R,
+    CosFormer,
     Dpfp,
+    ElementwiseProduct,
     Elu,
+    Favor,
     FeatureMap,
+    FunctionMap,
+    Hedgehog,
     Identity,
     Polynomial,
     Relu,
     Relu2,
+    Rff,
     Taylor,
     feature_map,
 )
@@ -19,14 +26,21 @@ from linattn_edge.state import State
 __version__ = "0.1.0"
 
 __all__ = [
+    "T2R",
+    "CosFormer",
     "Dpfp",
+    "ElementwiseProduct",
     "Elu",
+    "Favor",
     "FeatureMap",
+    "FunctionMap",
+    "Hedgehog",
     "Identity",
     "LinearAttention",
     "Polynomial",
     "Relu",
     "Relu2",
+    "Rff",
     "SoftmaxAttention",
     "SoftmaxState",
     "State",

@@ -17,6 +17,13 @@ def whole(name: str, value: Any, least: int, most: int = 2**62) -> int:
     return int(value)
 
 
+def flag(name: str, value: Any) -> bool:
+    """True or False, and nothing that merely counts as one."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name}: expected True or False, got {value!r}")
+    return bool(value)
+
+
 def to_array(name: str, value: Any) -> Array:
     """`value` as a NumPy array: NumPy, a CPU tensor with `__array__` or DLPack, or nested lists."""
     if isinstance(value, np.ndarray):

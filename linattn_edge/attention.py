@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from linattn_edge import arrays, reference
-from linattn_edge.arrays import whole
+from linattn_edge.arrays import flag, whole
 from linattn_edge.errors import ShapeError, StateMismatchError
-from linattn_edge.features import FeatureMap, feature_map, map_code
+from linattn_edge.features import MAPS, FeatureMap, restore
 from linattn_edge.kernels import layout
 from linattn_edge.kernels.layout import OK, READ, STEP, WORTH_SHARING, WRITE
-from linattn_edge.layer import Layer, flag, make_layer, read_metadata
+from linattn_edge.layer import Layer, make_layer, read_metadata
 from linattn_edge.softmax import SoftmaxAttention
 from linattn_edge.state import State, compute_dtype, read_file, state_dtype, write_file
 
@@ -87,13 +87,12 @@ class LinearAttention:
         )
         if backend not in BACKENDS:
             raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}; got {backend!r}")
-        if backend == "cpu" and map_code(self.layer.phi) < 0:
-            raise ValueError(f"feature_map: {self.layer.phi!r} is not a built-in map; only backend='reference' runs it")
         self.backend = backend
         self.check_finite = flag("check_finite", check_finite)
         self.num_threads = whole("num_threads", num_threads, 1, MOST_THREADS)
         # what a step needs at hand
         self._fingerprint = self.layer.fingerprint
+        self._has_loop = self.layer.phi.has_loop
         self._outputs, self._V = self.layer.outputs, self.layer.V
         self._entries: dict[
             str, tuple[Any, ...]
@@ -176,7 +175,7 @@ class LinearAttention:
     ) -> Array | None:
         """The step where the inputs are as the compiled entry takes them; None, with nothing changed, where not."""
         try:
-            if active is not None or state._fingerprint is not self._fingerprint:
+            if active is not None or state._fingerprint is not self._fingerprint or not self._has_loop:
                 return None
             dtype = state._dtype
             entry, plan, no_g, no_beta = self._entries[dtype][:4]
@@ -227,6 +226,10 @@ class LinearAttention:
         plan[layout.WEIGHTS] = weights.ctypes.data
         plan[[layout.SIDES, layout.HEADS, layout.P]] = weights.shape
         plan[layout.CHECK] = self.check_finite
+        limit = layer.limit(real)
+        if self.check_finite and limit < np.inf and layer.phi.has_loop:
+            plan[layout.LIMIT] = np.float64(limit).view(np.int64)
+        plan[layout.HORIZON] = layer.phi.horizon or 0
         no_g = np.zeros((0, 0, int(layer.rule.decay))) if layer.decay is None else layer.decay[None]
         constants = plan, arrays.as_dtype(no_g, real), np.zeros((0, 0), real), weights
         self._entries[dtype] = cpu.step(real), *constants
@@ -313,11 +316,17 @@ class LinearAttention:
             if self.check_finite:
                 kept = {name: arrays.as_dtype(a, compute_dtype(state._dtype)) for name, a in ready.items()}
                 arrays.check_finite(kept, lengths)
+            self._check_phi(mode, state, ready, lengths)
             reference.sequence(state, ready, lengths, y, mode)
             return
         from linattn_edge.kernels import cpu
 
         dtype = state._dtype
+        if not self._has_loop:
+            if self.check_finite:
+                arrays.check_finite(ready, lengths)
+            self._check_phi(mode, state, ready, lengths)
+            ready = ready | self._features(ready, compute_dtype(dtype), lengths)
         self._prepare(dtype)
         _, plan, no_g, no_beta, _ = self._entries[dtype]
         control = 0
@@ -340,10 +349,57 @@ class LinearAttention:
         )
         if code != OK:
             arrays.check_finite(ready, lengths)
+            self._check_phi(mode, state, ready, lengths)
             raise AssertionError("a compiled kernel refused what was checked")
+
+    def _check_phi(self, mode: int, state: State, ready: dict[str, Array], lengths: NDArray[np.int64] | None) -> None:
+        """Refuse what φ does not take: norms beyond its range, positions beyond its horizon."""
+        phi = self.layer.phi
+        T = next(iter(ready.values())).shape[1]
+        count = np.full(state.batch_size, T) if lengths is None else lengths
+        if phi.horizon is not None:
+            last = state.position + (count if mode != READ else 0)
+            if (last > phi.horizon).any():
+                row = int(np.argmax(last > phi.horizon))
+                raise ValueError(
+                    f"{phi.name}: stream {row} would reach position {last[row] - 1}; max_len = {phi.horizon} allows "
+                    f"positions up to {phi.horizon - 1}"
+                )
+        limit = self.layer.limit(compute_dtype(state._dtype))
+        if not self.check_finite or limit == np.inf:
+            return
+        for name in ("q", "k"):
+            if name in ready:
+                size = np.abs(ready[name]).max(axis=-1, initial=0)
+                norms = size * np.sqrt(np.square(ready[name] / np.maximum(size, 1e-300)[..., None]).sum(axis=-1))
+                late = np.arange(T)[:, None] >= count[:, None, None]
+                norms = np.where(late, 0, norms)
+                if not (norms <= limit * (1 - 1e-6)).all():
+                    raise ValueError(
+                        f"{name}: {phi!r} stays in the range of {compute_dtype(state._dtype)} for vectors of norm up "
+                        f"to {limit:.6g}; got norm {norms.max():.6g}"
+                    )
+
+    def _features(self, ready: dict[str, Array], dtype: str, lengths: NDArray[np.int64] | None) -> dict[str, Array]:
+        """φ of q and k by NumPy, for maps that kernels can't compute."""
+        made = {}
+        for name, side in (("q", self.layer.phi.query), ("k", self.layer.phi.key)):
+            if name in ready:
+                x = ready[name]
+                if lengths is not None:  # what stands in padding is not looked at
+                    x = np.where((np.arange(x.shape[1]) < lengths[:, None])[..., None, None], x, 0)
+                if self.layer.qk_norm:
+                    x = reference.unit(x)
+                made[name] = arrays.as_dtype(side(x), dtype)
+        if self.check_finite:
+            for name, y in made.items():
+                arrays.check_finite({f"φ({name})": y}, None)
+        return made
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the configuration and φ's arrays to a safetensors file, atomically."""
+        if type(self.layer.phi) not in MAPS.values():
+            raise ValueError(f"feature_map: {self.layer.phi!r} is code of the caller's own and can't be saved")
         metadata = self.layer.metadata() | {"check_finite": str(self.check_finite)}
         write_file(path, dict(self.layer.arrays()), metadata)
 
@@ -358,7 +414,7 @@ class LinearAttention:
             if options["normalize"]:
                 options["scale"] = None
             attn = cls(
-                feature_map=feature_map(**phi),
+                feature_map=restore(phi, config["key_dim"], tensors.get("feature_map.weights")),
                 decay=None if "decay" not in tensors else _flat_decay(tensors["decay"]),
                 check_finite=metadata.get("check_finite") != "False",
                 backend=backend,

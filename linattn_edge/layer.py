@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from linattn_edge.arrays import real_array, whole
+from linattn_edge.arrays import flag, real_array, whole
 from linattn_edge.errors import ShapeError, StateMismatchError
 from linattn_edge.features import FeatureMap, feature_map
 from linattn_edge.rules import RULES, Rule
@@ -34,13 +34,6 @@ def _real(name: str, value: Any, what: str, least: float) -> float:
 def scale_value(value: Any) -> float:
     """A scale: not 0, and neither too small nor too large for float32."""
     return _real("scale", value, "a number other than 0 in the range of float32", _TINY)
-
-
-def flag(name: str, value: Any) -> bool:
-    """True or False, and nothing that merely counts as one."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise ValueError(f"{name}: expected True or False, got {value!r}")
-    return bool(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +65,11 @@ class Layer:
         """Heads of the output."""
         return max(self.H, self.N)
 
+    def limit(self, dtype: str) -> float:
+        """The norm of a query or key up to which φ stays in the range of that dtype; inf for any norm."""
+        limit = self.phi.limit(self.K, float(np.finfo(dtype).max))
+        return math.inf if self.qk_norm and limit >= 1 else limit
+
     def config(self) -> dict[str, Any]:
         """The configuration as JSON values; arrays (`arrays()`) are named by their digest."""
         return {
@@ -93,7 +91,7 @@ class Layer:
     def arrays(self) -> dict[str, NDArray[np.float64]]:
         """What the configuration holds besides JSON values."""
         arrays = {} if self.decay is None else {"decay": self.decay}
-        return arrays | ({"feature_map.weights": self.weights} if self.weights.size else {})
+        return arrays | ({"feature_map.weights": self.weights} if self.phi.given else {})
 
     def metadata(self) -> dict[str, str]:
         """The header of a saved file."""
@@ -166,6 +164,7 @@ def make_layer(
     HK = min(H, N)
     phi = feature_map(feature_map_)
     F = phi.checked_dim(K)
+    phi.check_heads(H, HK)
     if not isinstance(update_rule, str) or update_rule not in RULES:
         raise ValueError(f"update_rule: expected one of {', '.join(RULES)}; got {update_rule!r}")
     rule = RULES[update_rule]
@@ -186,7 +185,7 @@ def make_layer(
     if _real("eps", eps, what, least) < 0:
         raise ValueError(f"eps: expected {what}, got {eps!r}")
     log_decay = None if decay is None else _decay(decay, rule, N, F)
-    weights = np.ascontiguousarray(phi.weights(K), np.float64)
+    weights = phi.weights(K)
     layer = Layer(
         H, HK, N, K, V, F, phi, rule, normalize, scale, flag("qk_norm", qk_norm), log_decay, float(eps), eps_mode,
         weights,

@@ -59,7 +59,8 @@ def divisor(den: F64, eps: float, eps_mode: str) -> F64:
     return np.where(den < 0, np.minimum(den, -eps), np.maximum(den, eps))
 
 
-def _unit(x: F64) -> F64:
+def unit(x: F64) -> F64:
+    """x / sqrt(Σx² + 1e-6), the L2 norm that delta-rule models put on q and k."""
     return x / np.sqrt(np.square(x).sum(axis=-1, keepdims=True) + 1e-6)
 
 
@@ -90,7 +91,7 @@ def token_loop(
         if mode != READ:
             assert k is not None and v is not None
             kt = np.where(alive[:, None, None], k[:, t], 0)
-            kt = layer.phi.key(_unit(kt) if layer.qk_norm else kt, now[:, None])
+            kt = layer.phi.key(unit(kt) if layer.qk_norm else kt, now[:, None])
             kt = np.repeat(kt, layer.N // layer.HK, axis=1)
             vt = np.where(alive[:, None, None], v[:, t], 0)
             decay = np.ones((B, layer.N, layer.F))
@@ -105,7 +106,7 @@ def token_loop(
         if mode != WRITE:
             assert q is not None
             qt = np.where(alive[:, None, None], q[:, t], 0)
-            qt = layer.phi.query(_unit(qt) if layer.qk_norm else qt, now[:, None])
+            qt = layer.phi.query(unit(qt) if layer.qk_norm else qt, now[:, None])
             qt = np.repeat(qt, shared_query, axis=1)
             yt = np.einsum("bhfv,bhf->bhv", np.repeat(S, repeat, axis=1), qt)
             if z is not None:

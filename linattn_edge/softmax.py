@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from linattn_edge import arrays
-from linattn_edge.arrays import whole
+from linattn_edge.arrays import flag, whole
 from linattn_edge.errors import DtypeError, ShapeError, StateMismatchError
 from linattn_edge.kernels.layout import HALVES, OK, READ, STEP, WIDE, WRITE, padded
-from linattn_edge.layer import flag, scale_value
+from linattn_edge.layer import scale_value
 from linattn_edge.state import state_dtype
 
 Array = NDArray[Any]

@@ -83,7 +83,8 @@ class State:
         self._dtype = state_dtype(dtype)
         kept = _stored(self._dtype, layer)
         real = np.dtype(compute_dtype(self._dtype))
-        H, N, K, V, F, VP = layer.H, layer.N, layer.K, layer.V, layer.F, layout.padded(layer.V)
+        H, N, V, F, VP = layer.H, layer.N, layer.V, layer.F, layout.padded(layer.V)
+        K = layer.K if layer.phi.has_loop else F  # without a loop, kernels get φ's results and take them as they are
         positions = layout.HEADER * 8
         s = positions + _aligned(B * 8)
         z = s + _aligned(B * N * F * VP * kept.itemsize)
@@ -97,8 +98,8 @@ class State:
         header[[layout.B, layout.H, layout.HK, layout.N]] = B, H, layer.HK, N
         header[[layout.K, layout.V, layout.F, layout.VP]] = K, V, F, VP
         header[layout.RULE] = LOOPS.index(layer.rule.loop)
-        header[layout.PLAIN] = type(layer.phi) is Identity
-        header[layout.NORMALIZE], header[layout.QK_NORM] = layer.normalize, layer.qk_norm
+        header[layout.PLAIN] = type(layer.phi) is Identity or not layer.phi.has_loop
+        header[layout.NORMALIZE], header[layout.QK_NORM] = layer.normalize, layer.qk_norm and layer.phi.has_loop
         header[layout.EPS_ADD] = layer.eps_mode == "add"
         header[layout.CONSTANT_DECAY] = layer.decay is not None
         header[layout.TAKES_DECAY], header[layout.TAKES_BETA] = layer.rule.decay, layer.rule.beta

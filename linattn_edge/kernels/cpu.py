@@ -56,6 +56,37 @@ def all_finite(header, lengths, T, q, k, v, g, beta):
 
 
 @device
+def within(x, K, limit):
+    """Whether the norms of all heads of K numbers are at most `limit`."""
+    less = x.dtype.type(1 / limit)
+    for start in range(0, x.size, K):
+        total = x.dtype.type(0)
+        for i in range(start, start + K):
+            total += (x[i] * less) * (x[i] * less)
+        if not total <= 1:
+            return False
+    return True
+
+
+@device
+def allowed(header, plan, position, lengths, T, q, k, mode):
+    """Whether φ takes every query and key that will be looked at: their norms (if CHECK) and positions."""
+    bits = at_address(address(plan) + 8 * layout.LIMIT, 1, np.float64)
+    limit, horizon, B_ = bits[0], plan[layout.HORIZON], header[B]
+    qs, ks = q.size // (B_ * T), k.size // (B_ * T)
+    for b in range(B_):
+        count = lengths[b] if lengths.size > 0 else T
+        if limit > 0 and not (
+            within(part(q, b * T * qs, count * qs), header[K], limit)
+            and within(part(k, b * T * ks, count * ks), header[K], limit)
+        ):
+            return False
+        if horizon > 0 and position[b] + (count if mode != READ else 0) > horizon:
+            return False
+    return True
+
+
+@device
 def overlap(start, size, other, other_size):
     return start < other + other_size and other < start + size
 
@@ -137,6 +168,10 @@ def _build_step(dtype: str) -> Callable[..., int]:
         none = at_address(0, 0, np.int64)
         if plan[layout.CHECK] != 0 and not all_finite(header, none, 1, flat_q, flat_k, flat_v, flat_g, flat_beta):
             return layout.REFUSED
+        if plan[layout.LIMIT] != 0 or plan[layout.HORIZON] != 0:
+            position = at_address(address(block) + header[layout.AT_POSITION], B_, np.int64)
+            if not allowed(header, plan, position, none, 1, flat_q, flat_k, STEP):
+                return layout.REFUSED
         at, end = address(block), header[layout.END]
         y, bytes_ = address(out), out.size * itemsize
         for x, size in (
@@ -172,6 +207,10 @@ def _build_sequence() -> Callable[..., int]:
         real = flat(lengths)
         if plan[layout.CHECK] != 0 and not all_finite(header, real, T, flat_q, flat_k, flat_v, flat_g, flat_beta):
             return layout.REFUSED
+        if plan[layout.LIMIT] != 0 or plan[layout.HORIZON] != 0:
+            position = at_address(address(block) + header[layout.AT_POSITION], B_, np.int64)
+            if not allowed(header, plan, position, real, T, flat_q, flat_k, mode):
+                return layout.REFUSED
         piece, size = header[layout.PREFILL_PIECE], header[layout.PREFILL_WORK]
         piece = T if piece > T else piece
         work = np.empty(size, np.uint8)

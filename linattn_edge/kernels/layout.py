@@ -27,8 +27,10 @@ HEADER = 48
 # int64 fields of a plan: what a layer adds to every call
 ADVANCE, PACK, COLUMNS_WIDE, COLUMNS_NARROW = range(4)  # addresses of compiled code, 0 where it is not needed
 WEIGHTS, SIDES, HEADS, P = range(4, 8)  # φ's numbers [sides, heads, P], by address
-CHECK = 8  # 1 to refuse NaN and inf
-PLAN_SIZE = 9
+CHECK = 8  # 1 to refuse NaN and inf, and norms beyond LIMIT
+LIMIT = 9  # the norm of a query or key up to which φ stays in range, float64 stored as its bits; 0 for none
+HORIZON = 10  # positions from here on are refused; 0 for none
+PLAN_SIZE = 11
 
 NARROW = 8  # columns of S come in multiples of this
 WIDE = 32  # columns handled at once where V allows

@@ -1,11 +1,12 @@
 """Compiled feature maps: each is a function of its own, reached by its address, so a kernel compiles none of them."""
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
 from numba import types
 
-from linattn_edge.features import MAPS, FeatureMap
+from linattn_edge.features import MAPS, FeatureMap, Identity
 from linattn_edge.kernels.jit import core, device
 from linattn_edge.kernels.lanes import at_address, part, prefetch
 
@@ -77,13 +78,18 @@ def _build(loop: Callable[..., None], elementwise: bool, dtype: str) -> Callable
 _SIGNATURE = (*([types.int64] * 15), types.float64, types.int64)
 
 
+_callable = functools.cache(device)  # registering a function twice would leave Numba two to choose from
 _packs: dict[tuple[Callable[..., None], str], int] = {}
 
 
 def pack(phi: FeatureMap, dtype: str) -> int:
     """The address of the compiled map, for computing in dtype; maps of one class share it."""
-    key = phi.loop, dtype
+    loop = phi.loop if phi.has_loop else Identity.loop  # without one, φ is worked out before
+    key = loop, dtype
     if key not in _packs:
+        if hasattr(loop, "calls"):
+            _callable(loop.calls)
         name = f"phi {phi.name} {dtype}" if type(phi) in MAPS.values() else None  # another's code is not in the stamp
-        _packs[key] = core(_build(device(phi.loop), phi.elementwise, dtype), name, _SIGNATURE)
+        elementwise = phi.elementwise or not phi.has_loop
+        _packs[key] = core(_build(_callable(loop), elementwise, dtype), name, _SIGNATURE)
     return _packs[key]

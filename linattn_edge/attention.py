@@ -226,8 +226,8 @@ class LinearAttention:
         plan[layout.WEIGHTS] = weights.ctypes.data
         plan[[layout.SIDES, layout.HEADS, layout.P]] = weights.shape
         plan[layout.CHECK] = self.check_finite
-        limit = layer.limit(real)
-        if self.check_finite and limit < np.inf and layer.phi.has_loop:
+        limit = layer.phi.limit(layer.K, float(np.finfo(real).max))
+        if self.check_finite and limit < np.inf and layer.phi.has_loop and not layer.qk_norm:
             plan[layout.LIMIT] = np.float64(limit).view(np.int64)
         plan[layout.HORIZON] = layer.phi.horizon or 0
         no_g = np.zeros((0, 0, int(layer.rule.decay))) if layer.decay is None else layer.decay[None]
@@ -365,20 +365,11 @@ class LinearAttention:
                     f"{phi.name}: stream {row} would reach position {last[row] - 1}; max_len = {phi.horizon} allows "
                     f"positions up to {phi.horizon - 1}"
                 )
-        limit = self.layer.limit(compute_dtype(state._dtype))
-        if not self.check_finite or limit == np.inf:
-            return
-        for name in ("q", "k"):
-            if name in ready:
-                size = np.abs(ready[name]).max(axis=-1, initial=0)
-                norms = size * np.sqrt(np.square(ready[name] / np.maximum(size, 1e-300)[..., None]).sum(axis=-1))
-                late = np.arange(T)[:, None] >= count[:, None, None]
-                norms = np.where(late, 0, norms)
-                if not (norms <= limit * (1 - 1e-6)).all():
-                    raise ValueError(
-                        f"{name}: {phi!r} stays in the range of {compute_dtype(state._dtype)} for vectors of norm up "
-                        f"to {limit:.6g}; got norm {norms.max():.6g}"
-                    )
+        if self.check_finite and not self.layer.qk_norm:
+            for name in ("q", "k"):
+                if name in ready:
+                    late = np.arange(T)[:, None] >= count[:, None, None]
+                    phi.check_norms(name, np.where(late[..., None], 0, ready[name]), compute_dtype(state._dtype))
 
     def _features(self, ready: dict[str, Array], dtype: str, lengths: NDArray[np.int64] | None) -> dict[str, Array]:
         """φ of q and k by NumPy, for maps that kernels can't compute."""

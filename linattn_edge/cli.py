@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from linattn_edge import __version__
+from linattn_edge import __version__, compare
 
 PROGRAM = "linattn-edge"
 
@@ -149,7 +149,10 @@ def _no_arguments(parser: argparse.ArgumentParser) -> None:
     """For commands that have no options of their own."""
 
 
-COMMANDS = (Command("info", "show versions, CPU, kernel cache, backends, rules and maps", _no_arguments, _run_info),)
+COMMANDS = (
+    Command("info", "show versions, CPU, kernel cache, backends, rules and maps", _no_arguments, _run_info),
+    Command("compare", "compare feature maps with softmax: cost and error", compare.add_arguments, compare.run),
+)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -22,7 +22,26 @@ from numpy.typing import ArrayLike, NDArray
 
 from linattn_edge.arrays import flag, real_array, whole
 from linattn_edge.errors import ShapeError
-from linattn_edge.kernels.maths import exp
+from linattn_edge.kernels.maths import dot, exp, multiply
+
+__all__ = [
+    "T2R",
+    "CosFormer",
+    "Dpfp",
+    "ElementwiseProduct",
+    "Elu",
+    "Favor",
+    "FeatureMap",
+    "FunctionMap",
+    "Hedgehog",
+    "Identity",
+    "Polynomial",
+    "Relu",
+    "Relu2",
+    "Rff",
+    "Taylor",
+    "feature_map",
+]
 
 Array = NDArray[Any]
 
@@ -105,6 +124,19 @@ class FeatureMap:
         for side, what, there in ((-1, "query", H), (0, "key", HK)):
             if self.heads(side) not in (1, there):
                 raise ShapeError(f"{self.name}: weights for {self.heads(side)} {what} heads, the layer has {there}")
+
+    def check_norms(self, name: str, x: Array, dtype: str) -> None:
+        """Refuse vectors [..., K] for which φ would leave the range of dtype. Zeros always pass."""
+        limit = self.limit(x.shape[-1], float(np.finfo(dtype).max))
+        if limit == math.inf or x.size == 0:
+            return
+        size = np.maximum(np.abs(x).max(axis=-1), np.finfo(x.dtype).tiny).astype(np.float64)
+        norms = size * np.sqrt(np.square(x / size[..., None]).sum(axis=-1))
+        if not norms.max() <= limit * (1 - 1e-4):  # kernels sum in float32: what they refuse is refused here
+            raise ValueError(
+                f"{name}: {self!r} stays in the range of {dtype} for vectors of norm up to {limit:.6g}, got one of "
+                f"norm {norms.max():.6g}"
+            )
 
     def _apply(self, x: ArrayLike, side: int, position: ArrayLike | None) -> Array:
         x = real_array("x", x)
@@ -247,10 +279,11 @@ class Relu2(FeatureMap):
 
 
 class _Monomials(FeatureMap):
-    """Shared by `polynomial` and `taylor`: every symmetric term once, φ_α(x) = c_α Π x_i^{α_i}.
+    """Shared by `polynomial` and `taylor`: every symmetric term once, φ_α(x) = c_α Π x_i^{α_i}, by rising degree.
 
-    A term is a row of `order` indices into (x, 1), in rising order; index K stands for the constant 1, so one table
-    covers all degrees up to `order`. `weights` holds c [F], then the indices [order, F].
+    The terms of one degree are in lexical order, so those that begin with x_i are x_i times a tail of the degree below:
+    the terms over x_i … x_{K−1}. `weights` holds the order, the lowest degree that has terms, the lengths of those
+    tails [order, K] (row d − 1 is for degree d), and c [F].
     """
 
     def _order(self) -> int:
@@ -272,48 +305,62 @@ class _Monomials(FeatureMap):
 
     def limit(self, K: int, largest: float) -> float:
         order = self._order()
-        return (
-            largest if order == 0 else (largest / max(1.0, self.weights(K)[0, 0, : self.dim(K)].max())) ** (1 / order)
-        )
+        scales = self.weights(K)[0, 0, 2 + order * K :]
+        return largest if order == 0 else (largest / max(1.0, scales.max())) ** (1 / order)
 
     def numbers(self, K: int) -> NDArray[np.float64]:
-        order = self._order()
+        order, lowest = self._order(), self._lowest()
         try:
-            largest = max(self._weight(d, K) * math.sqrt(math.factorial(d)) for d in range(self._lowest(), order + 1))
+            largest = max(self._weight(d, K) * math.sqrt(math.factorial(d)) for d in range(lowest, order + 1))
         except OverflowError:
             largest = math.inf
         if largest > np.finfo(np.float32).max:
             raise ValueError(f"{self.name}: the coefficients of {self!r} exceed the range of float32")
-        scales, rows = [], []
-        for degree in range(self._lowest(), order + 1):
+        tails = [math.comb(K - i + d - 2, d - 1) for d in range(1, order + 1) for i in range(K)]
+        scales = []
+        for degree in range(lowest, order + 1):
             for term in itertools.combinations_with_replacement(range(K), degree):
                 ways = math.factorial(degree)
                 for i in set(term):
                     ways //= math.factorial(term.count(i))
                 scales.append(self._weight(degree, K) * math.sqrt(ways))
-                rows.append(term + (K,) * (order - degree))
-        indices = np.array(rows, dtype=np.float64).reshape(len(rows), order)
-        return np.concatenate([np.array(scales), indices.T.reshape(-1)])[None, None]
+        return np.array([order, lowest, *tails, *scales], np.float64)[None, None]
 
     def define(self, x: Array, weights: Array, position: Array | None) -> Array:
         K, order = x.shape[-1], self._order()
-        F = self.dim(K)
-        extended = np.concatenate([x, np.ones_like(x[..., :1])], axis=-1)
-        y = np.broadcast_to(weights[:F], (*x.shape[:-1], F)).copy()
-        for index in weights[F:].astype(np.intp).reshape(order, F):
-            y *= extended[..., index]
-        return y
+        terms = [np.ones_like(x[..., :1])]
+        for d in range(1, order + 1):
+            tails = weights[2 + (d - 1) * K : 2 + d * K].astype(int)
+            below = terms[-1]
+            parts = [x[..., i : i + 1] * below[..., below.shape[-1] - n :] for i, n in enumerate(tails)]
+            terms.append(np.concatenate(parts, axis=-1))
+        return np.concatenate(terms[self._lowest() :], axis=-1) * weights[2 + order * K :]
 
     @staticmethod
     def loop(x: Array, y: Array, weights: Array, position: int) -> None:
         K, F = x.size, y.size
+        order, lowest = int(weights[0]), int(weights[1])
+        y[0] = x.dtype.type(1)
+        below, size = 0, 1  # where the terms of the degree below are, and how many
+        for d in range(1, order + 1):
+            at = 2 + (d - 1) * K
+            start, many = below + size, 0
+            for i in range(K):
+                many += int(weights[at + i])
+            if lowest > 0:  # only one degree is kept: its terms take the place of those below, moved to the end
+                start = 0
+                below = many - size
+                for i in range(size - 1, -1, -1):
+                    y[below + i] = y[i]
+            to = start
+            for i in range(K):
+                tail = int(weights[at + i])
+                multiply(y, to, x[i], below + size - tail, tail)
+                to += tail
+            below, size = start, many
+        at = 2 + order * K
         for f in range(F):
-            y[f] = weights[f]
-        for start in range(F, weights.size, F):
-            for f in range(F):
-                i = int(weights[start + f])
-                if i < K:
-                    y[f] *= x[i]
+            y[f] *= weights[at + f]
 
 
 class Polynomial(_Monomials):
@@ -575,9 +622,7 @@ class T2R(_Learned):
     def loop(x: Array, y: Array, weights: Array, position: int) -> None:
         K, F = x.size, y.size
         for f in range(F):
-            u = weights[1 + F * K + f]
-            for i in range(K):
-                u += weights[1 + f * K + i] * x[i]
+            u = weights[1 + F * K + f] + dot(weights, 1 + f * K, x)
             y[f] = max(u, x.dtype.type(0))
 
 
@@ -616,11 +661,8 @@ class ElementwiseProduct(_Learned):
     def loop(x: Array, y: Array, weights: Array, position: int) -> None:
         K, F = x.size, y.size
         for f in range(F):
-            a = weights[1 + 2 * F * K + f]
-            b = weights[1 + 2 * F * K + F + f]
-            for i in range(K):
-                a += weights[1 + f * K + i] * x[i]
-                b += weights[1 + (F + f) * K + i] * x[i]
+            a = weights[1 + 2 * F * K + f] + dot(weights, 1 + f * K, x)
+            b = weights[1 + 2 * F * K + F + f] + dot(weights, 1 + (F + f) * K, x)
             y[f] = a * b
 
 
@@ -673,9 +715,7 @@ class Hedgehog(_Learned):
         zero = x.dtype.type(0)
         high = low = zero
         for f in range(R):
-            u = weights[1 + R * K + f]
-            for i in range(K):
-                u += weights[1 + f * K + i] * x[i]
+            u = weights[1 + R * K + f] + dot(weights, 1 + f * K, x)
             y[f] = u
             high = u if f == 0 else max(high, u)
             low = u if f == 0 else min(low, u)
@@ -807,10 +847,7 @@ class Favor(_Random):
             less += x[i] * x[i]
         less = less * x.dtype.type(0.5 / math.sqrt(K)) + x.dtype.type(0.5 * math.log(weights[0]))
         for f in range(m):
-            u = x.dtype.type(0)
-            for i in range(K):
-                u += weights[1 + f * K + i] * x[i]
-            y[f] = u
+            y[f] = dot(weights, 1 + f * K, x)
         if y.size == m:
             for f in range(m):
                 y[f] = exp(y[f] - less)
@@ -858,9 +895,7 @@ class Rff(_Random):
             size += x[i] * x[i]
         size = exp(size * x.dtype.type(0.5 / math.sqrt(K)) - x.dtype.type(0.5 * math.log(weights[0])))
         for f in range(m):
-            u = x.dtype.type(0)
-            for i in range(K):
-                u += weights[1 + f * K + i] * x[i]
+            u = dot(weights, 1 + f * K, x)
             y[f] = math.cos(u) * size
             y[m + f] = math.sin(u) * size
 

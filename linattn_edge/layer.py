@@ -65,11 +65,6 @@ class Layer:
         """Heads of the output."""
         return max(self.H, self.N)
 
-    def limit(self, dtype: str) -> float:
-        """The norm of a query or key up to which φ stays in the range of that dtype; inf for any norm."""
-        limit = self.phi.limit(self.K, float(np.finfo(dtype).max))
-        return math.inf if self.qk_norm and limit >= 1 else limit
-
     def config(self) -> dict[str, Any]:
         """The configuration as JSON values; arrays (`arrays()`) are named by their digest."""
         return {

@@ -16,8 +16,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.datamodel.models import PrimitiveModel
-from numba.extending import intrinsic, register_model
+from numba.extending import intrinsic, overload, register_model
 
+from linattn_edge.kernels import maths
 from linattn_edge.kernels.jit import DISABLED
 
 # Numba has no half precision on the CPU: such numbers are stored as integers of these types, float32 in registers.
@@ -301,3 +302,25 @@ if DISABLED:
 else:
     at_address, address, part, flat, pointer = _at_address, _address_of, _part, _flat, _pointer
     prefetch = _prefetch
+
+
+@overload(maths.dot, jit_options={"forceinline": True})
+def _dot(weights, at, x):
+    def dot(weights, at, x):
+        row = pointer(weights, at)
+        total = x.dtype.type(0)
+        for i in range(x.size):
+            total += row[i] * x[i]
+        return total
+
+    return dot
+
+
+@overload(maths.multiply, jit_options={"forceinline": True})
+def _multiply(y, to, factor, at, count):
+    def multiply(y, to, factor, at, count):
+        source, target = pointer(y, at), pointer(y, to)
+        for i in range(count):
+            target[i] = factor * source[i]
+
+    return multiply

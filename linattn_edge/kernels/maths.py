@@ -48,3 +48,17 @@ def exp32(x: Any) -> Any:
 def exp(x: Any) -> Any:
     """exp in x's own precision."""
     return exp32(x) if isinstance(x, np.float32) else math.exp(x)
+
+
+def dot(weights: Any, at: int, x: Any) -> Any:
+    """Σ weights[at + i] · x[i]. Compiled, `at` is not checked: indices that may be negative do not vectorise."""
+    total = x.dtype.type(0)
+    for i in range(x.size):
+        total += weights[at + i] * x[i]
+    return total
+
+
+def multiply(y: Any, to: int, factor: Any, at: int, count: int) -> None:
+    """y[to + i] = factor · y[at + i], rising, to ≤ at. Compiled, neither is checked."""
+    for i in range(count):
+        y[to + i] = factor * y[at + i]

@@ -88,7 +88,7 @@ class LinearAttention:
         if backend not in BACKENDS:
             raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}; got {backend!r}")
         self.backend = backend
-        self.check_finite = flag("check_finite", check_finite)
+        self._check_finite = flag("check_finite", check_finite)
         self.num_threads = whole("num_threads", num_threads, 1, MOST_THREADS)
         # what a step needs at hand
         self._fingerprint = self.layer.fingerprint
@@ -97,6 +97,11 @@ class LinearAttention:
         self._entries: dict[
             str, tuple[Any, ...]
         ] = {}  # by state dtype: the compiled step and what it gets for absent inputs
+
+    @property
+    def check_finite(self) -> bool:
+        """Whether NaN and inf are refused: fixed when the layer is made."""
+        return self._check_finite
 
     def init_state(self, batch_size: int = 1, dtype: DTypeLike = "float32") -> State:
         """A fresh state for `batch_size` streams.
@@ -178,7 +183,7 @@ class LinearAttention:
             if active is not None or state._fingerprint is not self._fingerprint or not self._has_loop:
                 return None
             dtype = state._dtype
-            entry, plan, no_g, no_beta = self._entries[dtype][:4]
+            entry, plan, no_g, no_beta, _weights = self._entries[dtype]  # the plan has the address of _weights
             control = self._helpers() if self.num_threads > 1 and state._bytes >= WORTH_SHARING else 0
             if g is None:
                 g = no_g
@@ -202,7 +207,10 @@ class LinearAttention:
     def _helpers(self) -> int:
         """The address of the control block of the helper threads, who have been woken."""
         from linattn_edge import threads
+        from linattn_edge.kernels.jit import DISABLED
 
+        if DISABLED:  # interpreted loops are serial
+            return 0
         crew = threads.get_crew(self.num_threads)
         crew.wake()
         return crew.address
@@ -232,7 +240,7 @@ class LinearAttention:
         plan[layout.HORIZON] = layer.phi.horizon or 0
         no_g = np.zeros((0, 0, int(layer.rule.decay))) if layer.decay is None else layer.decay[None]
         constants = plan, arrays.as_dtype(no_g, real), np.zeros((0, 0), real), weights
-        self._entries[dtype] = cpu.step(real), *constants
+        self._entries.setdefault(dtype, (cpu.step(real), *constants))  # another thread may have come first
 
     def _warmup(self, dtype: str) -> None:
         self._prepare(dtype)
@@ -328,7 +336,7 @@ class LinearAttention:
             self._check_phi(mode, state, ready, lengths)
             ready = ready | self._features(ready, compute_dtype(dtype), lengths)
         self._prepare(dtype)
-        _, plan, no_g, no_beta, _ = self._entries[dtype]
+        _, plan, no_g, no_beta, _weights = self._entries[dtype]
         control = 0
         if self.num_threads > 1 and state._bytes * next(iter(ready.values())).shape[1] >= WORTH_SHARING:
             control = self._helpers()

@@ -1,5 +1,6 @@
 """Hard inputs for the attention tests, each with the layer that takes them and the oracle's answer."""
 
+import math
 import os
 import zlib
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ import numpy as np
 
 import linattn_edge as la
 import naive
+from linattn_edge.features import gaussian_rows
 
 NOJIT = os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
 
@@ -41,6 +43,77 @@ MAPS = {
 POSITIVE = ("elu", "relu", "relu2", "dpfp", "dpfp3")
 
 
+def numbers(name, *shape):
+    """Weights for a map: of the size that training gives them, and always the same."""
+    return np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape) / math.sqrt(shape[-1])
+
+
+def learned(cls, oracle, name, K, heads=None, **options):
+    """A learned map of 3 rows and its oracle; `heads`: weights for each of (query, key) heads."""
+    layers = 2 if cls is la.ElementwiseProduct else 1
+    sides = []
+    for side, count in zip("qk", heads or (1, 1), strict=True):
+        side = "" if heads is None else side
+        w = [numbers(f"{name} {side} {i}", count, 3, K) for i in range(layers)]
+        b = [0.3 * numbers(f"{name} bias {side} {i}", count, 3) for i in range(layers)]
+        sides.append(([*w, *b], [oracle(*(a[h] for a in (*w, *b)), **options).features for h in range(count)]))
+    (query, features), (key, keys) = sides
+    if heads is None:
+        return cls(*(a[0] for a in query), **options), naive.Map(features[0])
+    return cls(*query, key=cls(*key, **options), **options), naive.Map(features, key=keys)
+
+
+def doubled(x, y):
+    for i in range(x.size):
+        y[i] = 2 * x[i] * x[i]
+        y[x.size + i] = x[i] + 1
+
+
+def double(x):
+    return np.concatenate([2 * x * x, x + 1], axis=-1)
+
+
+def both(phi, K, H=1, HK=1):
+    """The library's map of that name and the oracle's: one of MAPS, or made for K and the numbers of heads."""
+    if phi in MAPS:
+        return la.feature_map(MAPS[phi][0]), MAPS[phi][1]
+    favor, rff = naive.favor, naive.rff
+    hedgehog = (la.Hedgehog, naive.hedgehog, phi, K)
+    makers = {
+        "dpfp sum": lambda: (la.Dpfp(nu=2, sum_norm=True), naive.dpfp(2, sum_norm=True)),
+        "cosformer": lambda: (la.CosFormer(max_len=90), naive.cosformer(90)),
+        "hedgehog": lambda: learned(*hedgehog),
+        "hedgehog softmax": lambda: learned(*hedgehog, variant="softmax"),
+        "hedgehog joint": lambda: learned(*hedgehog, variant="joint"),
+        "hedgehog heads": lambda: learned(*hedgehog, (H, HK)),
+        "t2r": lambda: learned(la.T2R, naive.t2r, phi, K),
+        "t2r heads": lambda: learned(la.T2R, naive.t2r, phi, K, (H, HK)),
+        "product": lambda: learned(la.ElementwiseProduct, naive.elementwise_product, phi, K),
+        "product heads": lambda: learned(la.ElementwiseProduct, naive.elementwise_product, phi, K, (H, HK)),
+        "favor": lambda: (la.Favor(num_features=7, seed=3), favor(gaussian_rows(7, K, 3, True))),
+        "favor hyperbolic": lambda: (la.Favor(5, 1, False, True), favor(gaussian_rows(5, K, 1, False), True)),
+        "rff": lambda: (la.Rff(num_features=7, seed=2), rff(gaussian_rows(7, K, 2, True))),
+        "function": lambda: (la.FunctionMap(double, 2 * K), naive.Map(double)),
+        "function sides": lambda: (la.FunctionMap(np.cos, K, np.square), naive.Map(np.cos, key=np.square)),
+        "function loop": lambda: (la.FunctionMap(double, lambda K: 2 * K, loop=doubled), naive.Map(double)),
+    }
+    return makers[phi]()
+
+
+NEW = ["dpfp sum", "cosformer", "hedgehog", "hedgehog softmax", "hedgehog joint", "t2r", "product", "favor"]
+NEW += ["favor hyperbolic", "rff"]
+OF_HEADS = ["hedgehog heads", "t2r heads", "product heads"]
+FUNCTIONS = ["function", "function sides", "function loop"]
+SERIES = ["polynomial", "polynomial3", "polynomial0", "taylor1", "taylor", "taylor3"]  # no order of features
+SAMPLES = [*MAPS, *NEW]  # every map of the library, weights for all heads
+EVERY = [*SAMPLES, *OF_HEADS, *FUNCTIONS]
+
+
+def sample(name, K=4):
+    """A new map of that name, of EVERY, for one head of width K."""
+    return both(name, K)[0]
+
+
 @dataclass
 class Case:
     """One stream: inputs, start, options. `attn` and `start()` are the library's side, `expected` is the oracle's."""
@@ -58,11 +131,18 @@ class Case:
     normalize: bool
     lengths: np.ndarray | None = None
     options: dict | None = None
+    position: object = 0  # of the first token, a number or [B]
+
+    @property
+    def maps(self):
+        """The library's map and the oracle's."""
+        H, HK, _ = LAYOUTS[self.layout]
+        return both(self.phi, self.q.shape[-1], H, HK)
 
     def layer(self, **options):
         H, _, N = LAYOUTS[self.layout]
         heads = {"num_kv_heads": N} if N < H else {"num_value_heads": N} if N > H else {}
-        given = {"feature_map": MAPS[self.phi][0], "update_rule": self.rule, "normalize": self.normalize}
+        given = {"feature_map": self.maps[0], "update_rule": self.rule, "normalize": self.normalize}
         sizes = {"num_heads": H, "key_dim": self.q.shape[-1], "value_dim": self.v.shape[-1]}
         return la.LinearAttention(**(sizes | heads | given | (self.options or {}) | options))
 
@@ -73,8 +153,10 @@ class Case:
     def start(self, attn=None, dtype="float32"):
         attn = attn or self.attn
         if self.S0 is None:
-            return attn.init_state(len(self.q), dtype=dtype)
-        state = la.State.from_arrays(attn, self.S0, self.z0 if self.normalize else None, position=0, dtype=dtype)
+            state = attn.init_state(len(self.q), dtype=dtype)
+        else:
+            state = la.State.from_arrays(attn, self.S0, self.z0 if self.normalize else None, dtype=dtype)
+        state.position = self.position
         return state
 
     @cached_property
@@ -86,12 +168,13 @@ class Case:
         scale = options.get("scale", 1.0 if self.normalize else self.q.shape[-1] ** -0.5)
         rest = {name: options[name] for name in ("eps", "eps_mode", "qk_norm") if name in options}
         given = {
-            "phi": MAPS[self.phi][1],
+            "phi": self.maps[1],
             "normalize": self.normalize,
             "scale": scale,
             "S0": self.S0,
             "z0": self.z0 if self.normalize else None,
             "lengths": self.lengths,
+            "start": self.position,
         }
         return naive.attention(self.q, self.k, self.v, self.g, self.beta, **(given | rest | changes))
 
@@ -129,7 +212,7 @@ class Case:
             naive.assert_close(state.z, z, bound, f"{what} z")
         T = self.q.shape[1]
         seen = np.full(len(self.q), T) if self.lengths is None else self.lengths
-        np.testing.assert_array_equal(state.position, seen)
+        np.testing.assert_array_equal(state.position, self.position + seen)
 
 
 def attn_heads(layout):
@@ -137,12 +220,12 @@ def attn_heads(layout):
 
 
 def feature_width(phi, K):
-    return MAPS[phi][1].features(np.zeros((1, K))).shape[1]
+    return both(phi, K)[1].width(K)
 
 
 def make(
     rule="linear", gate=None, layout="mha", phi="elu", *, B=2, T=15, K=4, V=5, normalize=False, start=False,
-    hard=True, dtype=np.float32, **options,
+    hard=True, dtype=np.float32, position=0, **options,
 ):  # fmt: skip
     """Random tokens; `hard` puts resets, underflowing and vanishing decays into the middle of g.
 
@@ -163,14 +246,16 @@ def make(
         if hard:
             harden(g, rng)
     if rule in ("delta", "gated_delta"):
-        size = MAPS[phi][1].diagonal((naive.unit(k) if options.get("qk_norm") else k).astype(np.float64))
+        size = both(phi, K, H, Hk)[1].diagonal(
+            (naive.unit(k) if options.get("qk_norm") else k).astype(np.float64), position
+        )
         beta = rng.uniform(0.2, 1.9, (B, T, N)) / np.maximum(np.repeat(size, N // Hk, axis=2), 1)
         beta = beta.astype(dtype)
     if start:
         F = feature_width(phi, K)
         S0 = rng.standard_normal((B, N, F, V)).astype(dtype)
         z0 = rng.uniform(0.5, 2, (B, N, F)).astype(dtype)
-    return Case(rule, layout, phi, q, k, v, g, beta, S0, z0, normalize, options=options)
+    return Case(rule, layout, phi, q, k, v, g, beta, S0, z0, normalize, options=options, position=position)
 
 
 def harden(g, rng):

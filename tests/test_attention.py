@@ -8,7 +8,7 @@ import pytest
 
 import linattn_edge as la
 import naive
-from cases import LAYOUTS, MAPS, NOJIT, POSITIVE, VARIANTS, Case, attn_heads, feature_width, make
+from cases import LAYOUTS, MAPS, NOJIT, POSITIVE, SERIES, VARIANTS, Case, attn_heads, feature_width, make
 
 pytestmark = pytest.mark.nojit
 
@@ -123,9 +123,6 @@ def probe(case, state, bound, what):
         asked = case.with_(q=np.concatenate([case.q, query], axis=1), k=k, v=v, g=g, beta=beta)
         want = asked.oracle()[0][:, T]
     naive.assert_close(got, want, bound, what)
-
-
-SERIES = ["polynomial", "polynomial3", "polynomial0", "taylor1", "taylor", "taylor3"]
 
 
 @pytest.mark.parametrize("rule", ["linear", "gated", "delta", "gated_delta"])

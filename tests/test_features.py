@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import linattn_edge as la
+from cases import SAMPLES, sample
 from linattn_edge.errors import ShapeError
 from linattn_edge.features import MAPS, MAX_FEATURES
 
@@ -27,13 +28,15 @@ ALL = [
     la.Taylor(order=5),
     la.Dpfp(),
     la.Dpfp(nu=3),
+    la.Dpfp(nu=2, sum_norm=True),
 ]
 
 
-def plain_dpfp(x, nu):
-    """Schlag et al. 2021, eq. 37-38, entry by entry."""
+def plain_dpfp(x, nu, sum_norm):
+    """Schlag et al. 2021, eq. 37-38, entry by entry, and their sum normalisation."""
     r = [max(a, 0.0) for a in x] + [max(-a, 0.0) for a in x]
-    return [r[i] * r[(i - j) % len(r)] for j in range(1, nu + 1) for i in range(len(r))]
+    y = [r[i] * r[(i - j) % len(r)] for j in range(1, nu + 1) for i in range(len(r))]
+    return [a / math.fsum(y) for a in y] if sum_norm and any(y) else y
 
 
 def similarity(phi, q, k):
@@ -49,7 +52,7 @@ def similarity(phi, q, k):
         "elu": lambda x: [a + 1 if a >= 0 else math.exp(a) for a in x],
         "relu": lambda x: [max(a, 0.0) for a in x],
         "relu2": lambda x: [max(a, 0.0) ** 2 for a in x],
-        "dpfp": lambda x: plain_dpfp(x, phi.nu),
+        "dpfp": lambda x: plain_dpfp(x, phi.nu, phi.sum_norm),
     }[name]
     return math.fsum(a * b for a, b in zip(one(q), one(k), strict=True))
 
@@ -132,11 +135,12 @@ def test_odd_taylor_orders_go_negative_and_even_ones_do_not():
 
 def test_which_maps_are_positive():
     """A layer that is not told divides by z only where κ ≥ 0 is certain."""
-    positive = {"elu", "relu", "relu2", "dpfp", "taylor"}
-    for name in MAPS:
-        attn = la.LinearAttention(1, 4, feature_map=name)
-        assert attn.layer.normalize == (name in positive)
-        assert la.feature_map(name).positive == (name in positive)
+    signed = {"identity", "polynomial", "elementwise_product", "rff"}
+    for phi in map(sample, SAMPLES):
+        positive = phi.name not in signed and phi != la.Taylor(1) and phi != la.Taylor(3)
+        assert phi.positive == positive
+        assert la.LinearAttention(1, 4, feature_map=phi).layer.normalize == positive
+        assert not la.LinearAttention(1, 4, feature_map=phi, update_rule="gated").layer.normalize
 
 
 @pytest.mark.parametrize("phi", [phi for phi in ALL if phi.positive], ids=repr)
@@ -272,11 +276,15 @@ def test_a_scalar_is_no_vector():
 
 
 def test_names():
-    assert list(MAPS) == ["identity", "elu", "relu", "relu2", "polynomial", "taylor", "dpfp"]
+    names = ["identity", "elu", "relu", "relu2", "polynomial", "taylor", "dpfp", "cosformer", "hedgehog", "t2r"]
+    assert list(MAPS) == [*names, "elementwise_product", "favor", "rff"]
+    assert {sample(name).name for name in SAMPLES} == set(MAPS)
     for name, cls in MAPS.items():
-        assert la.feature_map(name) == cls()
+        if name not in ("cosformer", "hedgehog", "t2r", "elementwise_product"):
+            assert la.feature_map(name) == cls()
         assert cls.name == name
         assert cls.__doc__
+        assert cls in vars(la).values()
     assert la.feature_map("taylor", order=3) == la.Taylor(order=3)
     phi = la.Relu()
     assert la.feature_map(phi) is phi

@@ -94,3 +94,15 @@ def test_a_half_state_moves_like_any_other(dtype, tmp_path):
         np.testing.assert_array_equal(other.S, state.S)
         np.testing.assert_array_equal(other.z, state.z)
         np.testing.assert_array_equal(other.position, [9, 4, 0])
+
+
+@pytest.mark.nojit
+def test_every_nan_stays_one_in_a_bfloat16_state():
+    """Rounding to the nearest adds to the bits, which must not carry a NaN over into zero."""
+    pytest.importorskip("ml_dtypes")
+    attn = la.LinearAttention(1, 8, feature_map="identity", update_rule="gated", check_finite=False)
+    for bits in (0x7FFFFFFF, 0x7F800001, 0x7FC00000, 0xFFFFFFFF):
+        state = attn.init_state(1, "bfloat16")
+        v = np.full((1, 1, 8), bits, np.uint32).view(np.float32)
+        attn.write(np.ones((1, 1, 8), np.float32), v, state, g=np.zeros((1, 1), np.float32))
+        assert np.isnan(np.asarray(state.S, np.float32)).all()

@@ -481,3 +481,56 @@ def test_sums_are_accumulated_as_written():
     np.testing.assert_array_equal(state.S, np.full((1, 1, 8, 8), T))
     np.testing.assert_array_equal(state.z, np.full((1, 1, 8), T))
     np.testing.assert_allclose(y, 1, rtol=3e-7)
+
+
+UNMAPPED = """
+import numpy as np, linattn_edge as la
+rng = np.random.default_rng(0)
+for threads in (1, 2):
+    for options in ({}, {"update_rule": "gated_delta", "feature_map": "identity"}):
+        attn = la.LinearAttention(32, 64, num_threads=threads, **options)
+        q, k, v = rng.standard_normal((3, 1, 70, 32, 64), dtype=np.float32) * 0.1
+        gates = {"g": np.full((1, 70, 32), -0.1, "f"), "beta": np.full((1, 70, 32), 0.5, "f")} if options else {}
+        for mode in range(20):
+            state = attn.init_state()
+            y = attn.prefill(q, k, v, state, **gates)
+            attn.write(k, v, state, **gates)
+            attn.read(q, state)
+            attn.step(q[:, 0].astype("d"), k[:, 0], v[:, 0], state, **{n: x[:, 0] for n, x in gates.items()})
+print(np.isfinite(y).all())
+"""
+
+
+@pytest.mark.skipif(not JIT or sys.platform != "linux", reason="needs the compiler, and glibc")
+def test_scratch_lives_as_long_as_the_kernel_that_uses_it():
+    """With every block of memory unmapped as soon as it is freed, using one after that is a crash."""
+    cache = os.environ.get("NUMBA_CACHE_DIR")
+    assert python(UNMAPPED, NUMBA_CACHE_DIR=cache, MALLOC_MMAP_THRESHOLD_=4096).strip() == "True"
+
+
+def test_two_threads_may_make_the_first_call():
+    """The plan holds the address of φ's numbers: neither thread may free what the other computes with."""
+    code = """
+import sys, threading
+import numpy as np, linattn_edge as la
+sys.setswitchinterval(1e-5)
+x = np.random.default_rng(0).standard_normal((3, 1, 1, 40)).astype("f")
+la.warmup(la.LinearAttention(1, 40, feature_map=la.Taylor(2)))
+wrong = []
+def first(attn, barrier, right):
+    barrier.wait()
+    for _ in range(3):
+        y = attn.step(*x, attn.init_state())
+        wrong.extend([] if np.array_equal(y, right) else [y])
+for _ in range(40):
+    attn = la.LinearAttention(1, 40, feature_map=la.Taylor(2))
+    right = la.LinearAttention(1, 40, feature_map=la.Taylor(2))
+    right = right.step(*x, right.init_state())
+    barrier = threading.Barrier(4)
+    crowd = [threading.Thread(target=first, args=(attn, barrier, right)) for _ in range(4)]
+    [t.start() for t in crowd]
+    [t.join() for t in crowd]
+print(len(wrong))
+"""
+    cache = os.environ.get("NUMBA_CACHE_DIR")
+    assert python(code, NUMBA_CACHE_DIR=cache, MALLOC_MMAP_THRESHOLD_=4096, MALLOC_PERTURB_=85).strip() == "0"

@@ -86,15 +86,42 @@ def test_wrong_objects_are_told_apart(tmp_path):
         la.State.load(tmp_path / "s", soft)
 
 
-def test_equal_names_of_different_maps_do_not_share_states():
-    class Mine(la.Elu):
-        pass
+def changed_elu(factor, name="elu"):
+    """A map of the caller's own: `factor` times elu, as a subclass."""
 
-    state = la.LinearAttention(2, 8, feature_map=Mine(), backend="reference").init_state()
-    with pytest.raises(StateMismatchError, match="feature_map"):
-        la.LinearAttention(2, 8).step(*tokens(), state)
-    with pytest.raises(ValueError, match=r"^feature_map: "):
-        la.LinearAttention(2, 8, feature_map=Mine())
+    class Mine(la.Elu):
+        def define(self, x, weights, position):
+            return factor * super().define(x, weights, position)
+
+        @staticmethod
+        def loop(x, y, weights, position):
+            for i in range(x.size):
+                y[i] = factor * (x[i] + 1 if x[i] >= 0 else np.exp(x[i]))
+
+    Mine.name = name
+    return Mine()
+
+
+def test_equal_names_of_different_maps_do_not_share_states():
+    mine = changed_elu(3)
+    assert la.Elu() != mine
+    assert mine != la.Elu()
+    attn, theirs = la.LinearAttention(2, 8), la.LinearAttention(2, 8, feature_map=mine)
+    for layer, other in ((attn, theirs), (theirs, attn)):
+        with pytest.raises(StateMismatchError, match="feature_map"):
+            layer.step(*tokens(), other.init_state())
+
+
+@pytest.mark.parametrize("name", ["elu", "mine"])
+def test_a_subclass_of_a_map_runs_its_own_loop(name):
+    """Maps of one name: kernels that are kept under the name alone would be the library's, or the first one's."""
+    q, k, v = tokens()
+    options = {"normalize": False, "scale": 1.0}
+    want = la.LinearAttention(2, 8, **options)
+    y = want.step(q, k, v, want.init_state())
+    for factor, backend in ((3, "cpu"), (5, "cpu"), (3, "reference")):
+        attn = la.LinearAttention(2, 8, feature_map=changed_elu(factor, name), backend=backend, **options)
+        np.testing.assert_allclose(attn.step(q, k, v, attn.init_state()), factor**2 * y, rtol=2e-6)
 
 
 CUT = """
@@ -121,3 +148,11 @@ def test_a_cut_kernel_cache_is_compiled_around(tmp_path):
     for path in files:
         path.write_bytes(path.read_bytes()[:20])
     assert run() == "[[[1.0, 1.0, 1.0, 1.0]]] 1\n"
+
+
+def test_finiteness_is_settled_when_a_layer_is_made():
+    """It is compiled into the layer's plan: an assignment that did nothing would be worse than an error."""
+    attn = la.LinearAttention(1, 4, check_finite=False)
+    assert attn.check_finite is False
+    with pytest.raises(AttributeError):
+        attn.check_finite = True

@@ -17,23 +17,32 @@ import linattn_export as lx
 ROOT = Path(__file__).parents[1]
 
 PUBLIC = {
+    "CosFormer",
     "Dpfp",
+    "ElementwiseProduct",
     "Elu",
+    "Favor",
     "FeatureMap",
+    "FunctionMap",
+    "Hedgehog",
     "Identity",
     "LinearAttention",
     "Polynomial",
     "Relu",
     "Relu2",
+    "Rff",
     "SoftmaxAttention",
+    "SoftmaxError",
     "SoftmaxState",
     "State",
+    "T2R",
     "Taylor",
     "__version__",
     "feature_map",
     "lightning_decay",
     "linear_attention",
     "retnet_decay",
+    "softmax_error",
     "warmup",
 }
 

@@ -122,3 +122,12 @@ def test_forked_child_goes_on():
 def test_thread_counts_that_are_refused(bad):
     with pytest.raises(ValueError, match="num_threads"):
         la.LinearAttention(1, 4, num_threads=bad)
+
+
+@pytest.mark.nojit
+def test_more_threads_than_one_is_no_error_anywhere():
+    """Interpreted kernels too, which work alone."""
+    attn = la.LinearAttention(64, 64, 64, feature_map="identity", num_threads=2)
+    x = np.ones((1, 64, 64), np.float32)
+    y = attn.step(x, x, x, attn.init_state())
+    np.testing.assert_allclose(y, 8)  # 64 products of ones, divided by sqrt(64)

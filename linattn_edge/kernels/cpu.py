@@ -92,7 +92,13 @@ def overlap(start, size, other, other_size):
 
 
 @device
-def run(block, plan, control, work, q, k, v, g, beta, lengths, out, T, width, mode, piece, group, size):
+def do(plan, at, control, work):
+    """Run `advance`. Whoever calls this holds `work` until it returns: an address alone keeps nothing alive."""
+    call(plan[layout.ADVANCE], at, control, address(work))
+
+
+@device
+def run(block, plan, control, work, q, k, v, g, beta, lengths, out, T, width, mode, piece, group):
     """Write the job and do it, with the helpers that wait at `control` (an address, or 0) unless they are busy."""
     at = address(block)
     header = at_address(at, layout.HEADER, np.int64)
@@ -101,13 +107,13 @@ def run(block, plan, control, work, q, k, v, g, beta, lengths, out, T, width, mo
     header[layout.G], header[layout.BETA], header[layout.OUT] = address(g), address(beta), address(out)
     header[layout.LENGTHS] = address(lengths) if lengths.size > 0 else 0
     header[layout.T], header[layout.WIDTH], header[layout.MODE] = T, width, mode
-    header[layout.PIECE], header[layout.GROUP], header[layout.WORK] = piece, group, size
+    header[layout.PIECE], header[layout.GROUP], header[layout.WORK] = piece, group, work.size
     crowd = at_address(control, crew.SIZE if control != 0 else 0, np.int64)
     helped = control != 0 and crew.swap(crowd, crew.BUSY, 1) == 0
     if helped:
         crowd[crew.JOB] = at
         crew.open_job(crowd, header[B] * header[N])
-    call(plan[layout.ADVANCE], at, control if helped else 0, work)
+    do(plan, at, control if helped else 0, work)
     if helped:
         crew.close_job(crowd)
     if mode != READ:
@@ -133,7 +139,7 @@ def _build_helper() -> Callable[..., int]:
                 header = at_address(block, layout.HEADER, np.int64)
                 plan = at_address(header[layout.PLAN], layout.PLAN_SIZE, np.int64)
                 work = np.empty(header[layout.WORK], np.uint8)
-                call(plan[layout.ADVANCE], block, address(control), address(work))
+                do(plan, block, address(control), work)
                 crew.leave(control)
         return layout.OK
 
@@ -182,10 +188,10 @@ def _build_step(dtype: str) -> Callable[..., int]:
                 return layout.REFUSED
         if overlap(y, bytes_, at, end):
             return layout.REFUSED
+        work = at_address(at + header[layout.AT_WORK], header[layout.STEP_WORK], np.uint8)
         run(
-            block, plan, control, at + header[layout.AT_WORK], flat_q, flat_k, flat_v, flat_g, flat_beta, none,
-            flat(out), 1, width, STEP, 1, header[layout.STEP_GROUP],
-            header[layout.STEP_WORK],
+            block, plan, control, work, flat_q, flat_k, flat_v, flat_g, flat_beta, none, flat(out), 1, width, STEP, 1,
+            header[layout.STEP_GROUP],
         )  # fmt: skip
         return layout.OK
 
@@ -211,12 +217,12 @@ def _build_sequence() -> Callable[..., int]:
             position = at_address(address(block) + header[layout.AT_POSITION], B_, np.int64)
             if not allowed(header, plan, position, real, T, flat_q, flat_k, mode):
                 return layout.REFUSED
-        piece, size = header[layout.PREFILL_PIECE], header[layout.PREFILL_WORK]
+        piece = header[layout.PREFILL_PIECE]
         piece = T if piece > T else piece
-        work = np.empty(size, np.uint8)
+        work = np.empty(header[layout.PREFILL_WORK], np.uint8)
         run(
-            block, plan, control, address(work), flat_q, flat_k, flat_v, flat_g, flat_beta, real, flat(out), T,
-            g.shape[3], mode, piece, header[layout.PREFILL_GROUP], size,
+            block, plan, control, work, flat_q, flat_k, flat_v, flat_g, flat_beta, real, flat(out), T,
+            g.shape[3], mode, piece, header[layout.PREFILL_GROUP],
         )  # fmt: skip
         return layout.OK
 

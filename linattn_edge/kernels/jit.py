@@ -13,7 +13,6 @@ import functools
 import gc
 import hashlib
 import math
-import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -80,7 +79,7 @@ def kernel(function: Callable[..., int], name: str, signature: tuple[Any, ...]) 
     if DISABLED:
         return _interpreted(function, signature)
     entry = njit(**OPTIONS)(function)
-    _compile(entry, name, lambda: entry.compile(signature))
+    _compile(entry, function, name, lambda: entry.compile(signature))
     entry.disable_compile()
     return entry
 
@@ -95,7 +94,7 @@ def core(function: Callable[..., int], name: str | None, signature: tuple[Any, .
         _CORES.append(function)
         return len(_CORES) - 1
     made = CFunc(function, (signature, types.int64), locals={}, options=OPTIONS)
-    _compile(made, name, made.compile)
+    _compile(made, function, name, made.compile)
     _CORES.append(made)
     address: Any = made.address
     return int(address)
@@ -122,13 +121,15 @@ def _call(typing: Any, address: Any, *args: Any) -> Any:
 call = _call_interpreted if DISABLED else _call  # call(address, ...): run a core
 
 
-def _compile(made: Any, name: str | None, compile_: Callable[[], Any]) -> None:
+def _compile(made: Any, function: Callable[..., int], name: str | None, compile_: Callable[[], Any]) -> None:
     """Compile, or load from the cache: from what was compiled under that name from the same sources."""
     collecting = gc.isenabled()
     gc.disable()  # a tenth of a compilation is Python looking for garbage among a million live objects
     try:
         if name is not None:
             try:
+                # Files of its own: two processes that add to one index at once can file code under another's name.
+                function.__qualname__ = name.replace(" ", "_")
                 made.enable_caching()  # RuntimeError: "no locator available"
                 made._cache._index_key = lambda signature, codegen: (
                     signature,
@@ -138,8 +139,8 @@ def _compile(made: Any, name: str | None, compile_: Callable[[], Any]) -> None:
                 )
                 compile_()
                 return
-            except (RuntimeError, OSError, ValueError, EOFError, IndexError, pickle.UnpicklingError):
-                _warn_uncached()  # the others: a full disk, or a cache file that was cut or is not one
+            except Exception:  # a full disk, or a file that was cut or is not one: unpickling that can raise anything
+                _warn_uncached()
                 made._cache = NullCache()
         compile_()
     finally:

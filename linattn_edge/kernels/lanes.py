@@ -146,7 +146,9 @@ def _compiled(width: int) -> Operations:
                 bits = builder.bitcast(data, words)
                 odd = builder.and_(builder.lshr(bits, number(16)), number(1))
                 rounded = builder.add(bits, builder.add(odd, number(0x7FFF)))
-                data = builder.trunc(builder.lshr(rounded, number(16)), shorts)
+                high = builder.lshr(rounded, number(16))
+                nan = builder.fcmp_unordered("uno", data, data)  # rounding could carry a NaN over into -0
+                data = builder.trunc(builder.select(nan, number(0x7FC0), high), shorts)
             target = _address(context, builder, signature.args[0], args[0], args[1])
             builder.store(data, builder.bitcast(target, data.type.as_pointer())).align = stored.bitwidth // 8
             return context.get_dummy_value()
@@ -170,7 +172,8 @@ def _interpreted(width: int) -> Operations:
             value = value.astype(np.float16).view(np.uint16)
         elif array.dtype == np.int16:
             bits = value.view(np.uint32)
-            value = ((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16).astype(np.uint16).view(np.int16)
+            rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
+            value = np.where(np.isnan(value), np.uint32(0x7FC0), rounded).astype(np.uint16).view(np.int16)
         array[at : at + width] = value
 
     return Operations(

@@ -186,7 +186,7 @@ A prompt of T tokens, µs per token:
 - From Python, a step of `linear` with H = 4, d = 32 costs 1.5 µs more than a compiled function of the same arrays \
 that does nothing.
 - Two threads, B = 8, H = 32, d = 64: 1.75 times as fast as one.
-- 24 layers with a float16 state: 1.60 times as fast.
+- 24 layers with a float16 state: 1.60 times as fast as with float32.
 - First step of a process, import numba: 0.30 s.
 """
 

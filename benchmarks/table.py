@@ -73,7 +73,8 @@ def sentences(by_suite: dict[str, list[dict[str, Any]]]) -> list[str]:
     for group in by_suite.get("half", ()):
         for pair, gain in group["ratios"].items():
             dtype = pair.partition(" / ")[2]
-            found.append(f"{group['case']['layers']} layers with a {dtype} state: {gain['min']:.2f} times as fast as with float32.")
+            layers = group["case"]["layers"]
+            found.append(f"{layers} layers with a {dtype} state: {gain['min']:.2f} times as fast as with float32.")
     for group in by_suite.get("startup", ()):
         for name, time in group["times"].items():
             found.append(f"First step of a process, {name.replace('beyond it', 'beyond that')}: {time['min']:.2f} s.")

@@ -80,9 +80,13 @@ class FeatureMap:
         """What `define` and `loop` read, `[sides, heads, P]`: side 0 for keys, the last for queries."""
         return np.zeros((1, 1, 0))
 
-    def limit(self, K: int, largest: float) -> float:
-        """The norm of a query or key up to which φ stays within numbers of at most `largest`; inf for any norm."""
+    def bound(self, K: int, largest: float) -> float:
+        """The norm of x up to which no number that φ makes on the way exceeds `largest`; inf for any norm."""
         return math.inf
+
+    def limit(self, K: int, largest: float) -> float:
+        """The norm up to which queries and keys are taken: the bound, less what rounding may add."""
+        return self.bound(K, largest) * (1 - 1e-3)
 
     def heads(self, side: int) -> int:
         """Heads that have numbers of their own on that side, or 1 where all share them."""
@@ -131,7 +135,8 @@ class FeatureMap:
         if limit == math.inf or x.size == 0:
             return
         size = np.maximum(np.abs(x).max(axis=-1), np.finfo(x.dtype).tiny).astype(np.float64)
-        norms = size * np.sqrt(np.square(x / size[..., None]).sum(axis=-1))
+        with np.errstate(over="ignore"):
+            norms = size * np.sqrt(np.square(x / size[..., None]).sum(axis=-1))
         if not norms.max() <= limit * (1 - 1e-4):  # kernels sum in float32: what they refuse is refused here
             raise ValueError(
                 f"{name}: {self!r} stays in the range of {dtype} for vectors of norm up to {limit:.6g}, got one of "
@@ -264,7 +269,7 @@ class Relu2(FeatureMap):
     name = "relu2"
     elementwise = True
 
-    def limit(self, K: int, largest: float) -> float:
+    def bound(self, K: int, largest: float) -> float:
         return math.sqrt(largest)
 
     def define(self, x: Array, weights: Array, position: Array | None) -> Array:
@@ -303,7 +308,7 @@ class _Monomials(FeatureMap):
             return math.comb(K + order - 1, order)
         return math.comb(K + order, order)
 
-    def limit(self, K: int, largest: float) -> float:
+    def bound(self, K: int, largest: float) -> float:
         order = self._order()
         scales = self.weights(K)[0, 0, 2 + order * K :]
         return largest if order == 0 else (largest / max(1.0, scales.max())) ** (1 / order)
@@ -435,7 +440,7 @@ class Dpfp(FeatureMap):
     def numbers(self, K: int) -> NDArray[np.float64]:
         return np.full((1, 1, 1), float(self.sum_norm))
 
-    def limit(self, K: int, largest: float) -> float:
+    def bound(self, K: int, largest: float) -> float:
         return math.sqrt(largest / (2 * K * self.nu if self.sum_norm else 1))
 
     def define(self, x: Array, weights: Array, position: Array | None) -> Array:
@@ -611,7 +616,7 @@ class T2R(_Learned):
     def dim(self, K: int) -> int:
         return self._rows(K)
 
-    def limit(self, K: int, largest: float) -> float:
+    def bound(self, K: int, largest: float) -> float:
         norm, bias = self._largest(K)
         return min(largest, (largest - bias) / max(norm, 1.0))
 
@@ -649,7 +654,7 @@ class ElementwiseProduct(_Learned):
     def dim(self, K: int) -> int:
         return self._rows(K) // 2
 
-    def limit(self, K: int, largest: float) -> float:
+    def bound(self, K: int, largest: float) -> float:
         norm, bias = self._largest(K)
         return max(0.0, math.sqrt(largest) - bias) / max(norm, 1.0)
 
@@ -693,7 +698,7 @@ class Hedgehog(_Learned):
     def dim(self, K: int) -> int:
         return 2 * self._rows(K)
 
-    def limit(self, K: int, largest: float) -> float:
+    def bound(self, K: int, largest: float) -> float:
         norm, bias = self._largest(K)
         most = math.log(largest) if self.variant == "exp" else largest / 4
         return max(0.0, most - 1e-6 * most - bias) / max(norm, 1e-30 if self.variant == "exp" else 1.0)
@@ -823,7 +828,7 @@ class Favor(_Random):
     def dim(self, K: int) -> int:
         return self.num_features * (2 if self.hyperbolic else 1)
 
-    def limit(self, K: int, largest: float) -> float:
+    def bound(self, K: int, largest: float) -> float:
         # wᵀx − ‖x‖²/2 is at most ‖w‖²/2; where that is too much, up to the first x where it reaches log(largest)
         norm, most = self._norm(K) * K**0.25, math.log(largest) - 1
         whole_range = math.sqrt(largest) / max(1.0, norm)
@@ -876,7 +881,7 @@ class Rff(_Random):
     def dim(self, K: int) -> int:
         return 2 * self.num_features
 
-    def limit(self, K: int, largest: float) -> float:
+    def bound(self, K: int, largest: float) -> float:
         return math.sqrt(2 * (math.log(largest) - 1)) * K**0.25
 
     def define(self, x: Array, weights: Array, position: Array | None) -> Array:

@@ -181,6 +181,10 @@ def make_layer(
         raise ValueError(f"eps: expected {what}, got {eps!r}")
     log_decay = None if decay is None else _decay(decay, rule, N, F)
     weights = phi.weights(K)
+    largest = float(np.finfo(np.float32).max)
+    if np.abs(weights).max(initial=0) > largest or phi.limit(K, largest) < (1 if qk_norm else _TINY):
+        which = "unit vectors" if qk_norm else "every vector"
+        raise ValueError(f"feature_map: the numbers of {phi!r} take {which} beyond the range of float32")
     layer = Layer(
         H, HK, N, K, V, F, phi, rule, normalize, scale, flag("qk_norm", qk_norm), log_decay, float(eps), eps_mode,
         weights,

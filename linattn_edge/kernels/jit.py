@@ -197,6 +197,18 @@ def _bitcast(typing, bits):
     )
 
 
+@intrinsic
+def _bits(typing, x):
+    return types.int32(types.float32), lambda context, builder, signature, args: builder.bitcast(
+        args[0], ir.IntType(32)
+    )
+
+
+@overload(maths.to_bits)
+def _to_bits(x):
+    return lambda x: _bits(x)
+
+
 @overload(maths.from_bits)
 def _from_bits(bits):
     return lambda bits: _bitcast(bits)

@@ -26,17 +26,16 @@ def unit(x, y):
     total = x.dtype.type(1e-6)
     for i in range(x.size):
         total += x[i] * x[i]
-    root = np.sqrt(total)
+    root, largest = np.sqrt(total), x.dtype.type(1)
     if root - root != 0:  # not finite
-        largest = x.dtype.type(0)
         for i in range(x.size):
             largest = max(largest, abs(x[i]))
         total = x.dtype.type(0)
         for i in range(x.size):
             total += (x[i] / largest) * (x[i] / largest)
-        root = largest * np.sqrt(total)
+        root = np.sqrt(total)
     for i in range(x.size):
-        y[i] = x[i] / root
+        y[i] = x[i] / largest / root
 
 
 def _build(loop: Callable[..., None], elementwise: bool, dtype: str) -> Callable[..., int]:

@@ -334,7 +334,7 @@ class LinearAttention:
             if self.check_finite:
                 arrays.check_finite(ready, lengths)
             self._check_phi(mode, state, ready, lengths)
-            ready = ready | self._features(ready, compute_dtype(dtype), lengths)
+            ready = ready | self._features(mode, state, ready, lengths)
         self._prepare(dtype)
         _, plan, no_g, no_beta, _weights = self._entries[dtype]
         control = 0
@@ -379,20 +379,22 @@ class LinearAttention:
                     late = np.arange(T)[:, None] >= count[:, None, None]
                     phi.check_norms(name, np.where(late[..., None], 0, ready[name]), compute_dtype(state._dtype))
 
-    def _features(self, ready: dict[str, Array], dtype: str, lengths: NDArray[np.int64] | None) -> dict[str, Array]:
+    def _features(
+        self, mode: int, state: State, ready: dict[str, Array], lengths: NDArray[np.int64] | None
+    ) -> dict[str, Array]:
         """φ of q and k by NumPy, for maps that kernels can't compute."""
+        T = next(iter(ready.values())).shape[1]
+        real = np.arange(T) < (np.full(state.batch_size, T) if lengths is None else lengths)[:, None]
+        now = np.maximum(state.position - 1, 0)[:, None] if mode == READ else state.position[:, None] + np.arange(T)
+        position = np.where(real, now, 0)[..., None]
         made = {}
         for name, side in (("q", self.layer.phi.query), ("k", self.layer.phi.key)):
             if name in ready:
-                x = ready[name]
-                if lengths is not None:  # what stands in padding is not looked at
-                    x = np.where((np.arange(x.shape[1]) < lengths[:, None])[..., None, None], x, 0)
-                if self.layer.qk_norm:
-                    x = reference.unit(x)
-                made[name] = arrays.as_dtype(side(x), dtype)
-        if self.check_finite:
-            for name, y in made.items():
-                arrays.check_finite({f"φ({name})": y}, None)
+                x = np.where(real[..., None, None], ready[name], 0)  # what stands in padding is not looked at
+                y = side(reference.unit(x) if self.layer.qk_norm else x, position)
+                made[name] = arrays.as_dtype(np.where(real[..., None, None], y, 0), compute_dtype(state._dtype))
+        if self._check_finite:
+            arrays.check_finite({f"φ({name})": y for name, y in made.items()}, None)
         return made
 
     def save(self, path: str | os.PathLike[str]) -> None:

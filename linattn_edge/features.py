@@ -121,7 +121,12 @@ class FeatureMap:
     @property
     def has_loop(self) -> bool:
         """Whether kernels can compute φ; if not, `define` does before they run."""
-        return type(self).loop is not FeatureMap.loop
+        for cls in type(self).__mro__:  # a loop belongs to the `define` that it was written with
+            if "loop" in cls.__dict__:
+                return cls is not FeatureMap
+            if "define" in cls.__dict__:
+                return False
+        return False
 
     def check_heads(self, H: int, HK: int) -> None:
         """Refuse a layer of H query and HK key heads that this map has no numbers for."""
@@ -933,7 +938,7 @@ class FunctionMap(FeatureMap):
         name: str = "custom",
     ) -> None:
         for label, given in (("function", function), ("key_function", key_function), ("loop", loop)):
-            if given is not None and not callable(given):
+            if not callable(given) and (given is not None or label == "function"):
                 raise TypeError(f"FunctionMap: {label}: expected a function, got {type(given).__name__}")
         if loop is not None and key_function is not None:
             raise ValueError("FunctionMap: a loop serves queries and keys alike; leave key_function out")
@@ -943,8 +948,19 @@ class FunctionMap(FeatureMap):
         self.positive = flag("FunctionMap: positive", positive)
         self.name = name  # type: ignore[misc]
         self._functions = (key_function or function, function)
-        if loop is not None:
-            self.loop = _with_numbers(getattr(loop, "py_func", loop))  # type: ignore[method-assign,assignment]
+        self._loop = getattr(loop, "py_func", loop)
+        self._attach()
+
+    def _attach(self) -> None:
+        if self._loop is not None:
+            self.loop = _with_numbers(self._loop)  # type: ignore[method-assign,assignment]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "loop"}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        self.__dict__.update(saved)
+        self._attach()
 
     @property
     def has_loop(self) -> bool:
@@ -955,19 +971,20 @@ class FunctionMap(FeatureMap):
 
     def config(self) -> dict[str, Any]:
         features = "a function" if callable(self.features) else self.features
-        return super().config() | {"features": features}
+        return super().config() | {"features": features, "loop": self.has_loop}
 
     def _apply(self, x: ArrayLike, side: int, position: ArrayLike | None) -> Array:
         x = real_array("x", x)
         x = x.astype(np.float64 if x.dtype == np.float64 else np.float32, copy=False)
-        y = np.asarray(self._functions[side](x.copy()))
+        y = np.array(self._functions[side](x.copy()))  # a copy: the function may give the same array again
         expected = (*x.shape[:-1], self.checked_dim(x.shape[-1]))
         if y.shape != expected or y.dtype.kind not in "fiu":
             raise ShapeError(
                 f"{self.name}: its function gave {y.dtype} of shape {list(y.shape)} for x of shape {list(x.shape)}; "
                 f"expected numbers of shape {list(expected)}"
             )
-        return y.astype(x.dtype, copy=False)
+        with np.errstate(over="ignore"):  # beyond float32 is inf, which whoever asked finds
+            return y.astype(x.dtype, copy=False)
 
 
 def _with_numbers(loop: Callable[[Array, Array], None]) -> Callable[[Array, Array, Array, int], None]:

@@ -61,7 +61,9 @@ def divisor(den: F64, eps: float, eps_mode: str) -> F64:
 
 def unit(x: F64) -> F64:
     """x / sqrt(Σx² + 1e-6), the L2 norm that delta-rule models put on q and k."""
-    return x / np.sqrt(np.square(x).sum(axis=-1, keepdims=True) + 1e-6)
+    size = np.maximum(np.abs(x).max(axis=-1, keepdims=True, initial=0), 1)  # squares of what is left stay in range
+    x = x / size
+    return x / np.sqrt(np.square(x).sum(axis=-1, keepdims=True) + 1e-6 / size / size)
 
 
 def token_loop(
@@ -87,7 +89,7 @@ def token_loop(
     y = np.zeros((B, T, layer.outputs, layer.V))
     for t in range(T):
         alive = np.ones(B, bool) if lengths is None else t < lengths
-        now = position + t if mode != READ else np.maximum(position - 1, 0)
+        now = np.where(alive, position + t if mode != READ else np.maximum(position - 1, 0), 0)
         if mode != READ:
             assert k is not None and v is not None
             kt = np.where(alive[:, None, None], k[:, t], 0)

@@ -188,11 +188,15 @@ class Case:
         arrays, given = self.tokens(part)
         return (attn or self.attn).prefill(*arrays, state, **given, **more)
 
-    def steps(self, state, attn=None, **more):
+    def steps(self, state, attn=None, quick=False, **more):
+        """quick: with arrays as the compiled entry takes them, which slices of several rows are not."""
         attn = attn or self.attn
         y = []
         for t in range(self.q.shape[1]):
             arrays, given = self.tokens(t)
+            if quick:
+                arrays = [np.ascontiguousarray(a) for a in arrays]
+                given = {name: np.ascontiguousarray(a) for name, a in given.items()}
             y.append(attn.step(*arrays, state, **given, **more))
             assert y[-1].dtype == self.q.dtype
         if not y:

@@ -2,9 +2,12 @@
 
 import itertools
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import linattn_edge as la
 from cases import SAMPLES, sample
@@ -143,6 +146,45 @@ def test_which_maps_are_positive():
         assert not la.LinearAttention(1, 4, feature_map=phi, update_rule="gated").layer.normalize
 
 
+coordinates = st.lists(st.floats(-1, 1), min_size=4, max_size=4).map(np.array)
+EXAMPLES = settings(derandomize=True, database=None, max_examples=300)
+
+
+@pytest.mark.parametrize("order", [0, 2, 4, 6, 8])
+@given(x=st.floats(-60, 60))
+@EXAMPLES
+def test_even_taylor_series_are_positive_for_every_x(order, x):
+    """Σ xⁿ/n! to an even order has no zero; K = 1 and k = 1 make it φ(q)ᵀφ(k), in float64."""
+    exact = sum((Fraction(x) ** n / math.factorial(n) for n in range(order + 1)), Fraction(0))
+    assert exact > 0
+    kappa = la.Taylor(order).kernel(np.array([x]), np.array([1.0]))
+    size = math.fsum(abs(x) ** n / math.factorial(n) for n in range(order + 1))
+    assert abs(kappa - float(exact)) <= 1e-15 * (order + 1) * size
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("order", [2, 4])
+@given(q=coordinates, k=coordinates, scale=st.floats(0.01, 1))
+@EXAMPLES
+def test_packed_taylor_is_positive_where_rounding_cannot_reach_zero(order, dtype, q, k, scale):
+    """κ is at least m, the least value of the series, and rounds by less than (F + order) ε Σ rⁿ/n!, r = ‖q‖‖k‖/√K.
+
+    So it is positive up to the r where that is m; opposed vectors, for which it is least, included.
+    """
+    least = {2: 0.5, 4: 0.27}[order]
+    phi, eps = la.Taylor(order), np.finfo(dtype).eps
+    r = 1.0
+    while (phi.dim(4) + order) * eps * sum((1.1 * r) ** n / math.factorial(n) for n in range(order + 1)) < least:
+        r *= 1.1
+    assert r > {2: 100, 4: 20}[order]
+    for a, b in ((q, k), (q, -q)):
+        size = np.linalg.norm(a) * np.linalg.norm(b) / 2
+        if size > 1e-6:
+            factor = math.sqrt(scale * r / size)
+            a, b = (factor * a).astype(dtype), (factor * b).astype(dtype)
+            assert phi.kernel(a, b) > 0
+
+
 @pytest.mark.parametrize("phi", [phi for phi in ALL if phi.positive], ids=repr)
 def test_positive_maps_have_no_negative_similarity(phi):
     q, k = np.random.default_rng(0).standard_normal((2, 500, 3)) * 2
@@ -228,6 +270,54 @@ def test_the_loop_of_elu_keeps_small_values():
     np.testing.assert_allclose(state.S.ravel(), expected, rtol=3e-7)
 
 
+@pytest.mark.parametrize("side", ["NumPy", "kernel"])
+def test_elu_underflows_only_where_float32_does(side):
+    """Below −87.3 values are subnormal, multiples of 2^−149; 0 is right from −103.973 on, with half of that left."""
+    x = -np.linspace(80, 104.5, 3001).astype(np.float32)[:, None]
+    if side == "NumPy":
+        y = la.Elu()(x)[:, 0]
+    else:
+        attn = la.LinearAttention(1, 1, 1, normalize=False, check_finite=False)
+        state = attn.init_state(len(x))
+        attn.write(x[:, None], np.ones((len(x), 1, 1), np.float32), state)
+        y = state.S[:, 0, 0, 0]
+    exact = np.exp(x[:, 0].astype(np.float64))
+    assert (np.abs(y - exact) <= 1e-6 * exact + 1.1 * 2.0**-149).all()
+    assert (y[x[:, 0] > -103.97] > 0).all()
+    assert (y[x[:, 0] < -104] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_loop_of_elu_takes_half_inputs_as_they_are(dtype):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    kind = np.float16 if dtype == "float16" else ml_dtypes.bfloat16
+    attn = la.LinearAttention(1, 4, 1, normalize=False)
+    for call in ("write", "prefill", "step"):
+        state = attn.init_state(1)
+        x, v = np.array([[[-8, -20, -80, -0.5]]], kind), np.ones((1, 1, 1), kind)
+        if call == "step":
+            attn.step(x, x, v, state)
+        elif call == "prefill":
+            attn.prefill(x[None], x[None], v[None], state)
+        else:
+            attn.write(x, v, state)
+        exact = [math.exp(-8), math.exp(-20), math.exp(-80), math.exp(-0.5)]
+        np.testing.assert_allclose(state.S.ravel(), exact, rtol=1e-6)
+
+
+def test_dpfp_divided_by_its_sum():
+    """x = (1, 2): r = (1, 2, 0, 0), φ = (0, 2, 0, 0) + (0, 0, 0, 0) for nu = 2; the sum is 1, and 0 stays 0."""
+    phi = la.Dpfp(nu=2, sum_norm=True)
+    np.testing.assert_array_equal(phi(np.array([1.0, 2.0])), [0, 1, 0, 0, 0, 0, 0, 0])
+    y = phi(np.array([1.0, 2.0, -5.0]))  # 5, 2, 10 of 17
+    np.testing.assert_allclose(y, np.array([5, 2, 0, 0, 0, 0, 0, 10, 0, 0, 0, 0]) / 17, rtol=1e-15)
+    for zero in (np.zeros(3), np.array([3.0, 0, 0]), np.array([0.0, 0, -1])):  # no two neighbours: every product is 0
+        np.testing.assert_array_equal(la.Dpfp(sum_norm=True)(zero), 0)
+    x = np.random.default_rng(0).standard_normal((50, 5))
+    np.testing.assert_allclose(phi(x).sum(axis=1), 1, rtol=1e-14)
+    np.testing.assert_allclose(phi(3 * x), phi(x), rtol=1e-14)  # the length does not matter
+
+
 # shapes and dtypes
 
 
@@ -304,7 +394,10 @@ def test_equality_hash_and_config(phi):
 def test_defaults():
     assert la.Polynomial() == la.Polynomial(degree=2, bias=1.0) == la.Polynomial(np.int64(2), 1)
     assert la.Taylor() == la.Taylor(order=2)
-    assert la.Dpfp() == la.Dpfp(nu=1)
+    assert la.Dpfp() == la.Dpfp(nu=1) == la.Dpfp(nu=1, sum_norm=False)
+    assert la.Dpfp(2) != la.Dpfp(2, sum_norm=True)
+    assert la.Favor() == la.Favor(num_features=64, seed=0, orthogonal=True, hyperbolic=False)
+    assert la.Rff() == la.Rff(num_features=64, seed=0, orthogonal=True)
     assert la.Polynomial() != la.Polynomial(bias=2.0)
     assert la.Polynomial(2, 0.0) != la.Taylor(2)
 
@@ -323,6 +416,8 @@ def test_defaults():
         (lambda: la.Taylor(order="2"), "order"),
         (lambda: la.Dpfp(nu=0), "nu"),
         (lambda: la.Dpfp(nu=1.5), "nu"),
+        (lambda: la.Dpfp(sum_norm=1), "sum_norm.*1"),
+        (lambda: la.Dpfp(sum_norm=None), "sum_norm.*None"),
         (lambda: la.feature_map("softmax"), "'softmax'"),
         (lambda: la.feature_map(None), "None"),
         (lambda: la.feature_map(la.Elu), "Elu"),

@@ -229,7 +229,8 @@ def test_weights_of_heads(cls, H, N, keys):
         if run == "prefill":
             y = attn.prefill(x, k, v, state)
         else:
-            y = np.stack([attn.step(x[:, t], k[:, t], v[:, t], state) for t in range(5)], axis=1)
+            at = [[np.ascontiguousarray(a[:, t]) for a in (x, k, v)] for t in range(5)]
+            y = np.stack([attn.step(*arrays, state) for arrays in at], axis=1)
         want, S, _ = naive.attention(x, k, v, phi=oracle)
         naive.assert_close(y, want, 1e-12)
         naive.assert_close(state.S, S, 1e-12)
@@ -244,6 +245,24 @@ def test_weights_of_one_head_are_those_of_every_head(cls):
         for phi in (one, each)
     ]
     np.testing.assert_array_equal(*y)
+
+
+@by_class
+def test_heads_that_are_packed_apart(cls):
+    """Features so many that a prefill packs the heads one by one: each finds its own row."""
+    H, T, F = 3, 4, 270
+    rows = np.random.default_rng(H).standard_normal((2, H, F, K)) / 4
+    phi = cls(*rows) if cls is la.ElementwiseProduct else cls(rows[0])
+    q, k = np.random.default_rng(2).standard_normal((2, 1, T, H, K))
+    v = np.ones((1, T, H, 1))
+    attn = la.LinearAttention(H, K, 1, feature_map=phi, normalize=False, scale=1.0)
+    state = attn.init_state(1, "float64")
+    y = attn.prefill(q, k, v, state)
+    single = [cls(*(r[h] for r in rows)) if cls is la.ElementwiseProduct else cls(rows[0, h]) for h in range(H)]
+    oracle = naive.Map([f.query for f in single])
+    want, S, _ = naive.attention(q, k, v, phi=oracle)
+    naive.assert_close(y, want, 1e-12)
+    naive.assert_close(state.S, S, 1e-12)
 
 
 @by_class

@@ -61,6 +61,23 @@ def test_kernel_series_equals_explicit_features(phi, order):
         naive.assert_close(got, naive.token_loop(q, k, v, g, strength, phi=naive.Map(features))[0], 1e-11)
 
 
+def test_maps_of_heads_and_of_positions():
+    """The same two ways, with features for each head, of their own for keys, and of the position."""
+    rng = np.random.default_rng(3)
+    W, U = rng.standard_normal((4, 6, 3)), rng.standard_normal((2, 6, 3))
+    _, q, k, v, g, beta = inputs(3, 4, 2, 2, 9)
+    heads = naive.Map([naive.t2r(w, 0.5).features for w in W], key=[naive.hedgehog(u, 0).features for u in U])
+    heads.key = [lambda x, f=f: f(x)[:, :6] for f in heads.key]
+    for phi in (heads, naive.cosformer(40)):
+        F = phi.width(3)
+        given = {"phi": phi, "S0": rng.standard_normal((2, 2, F, 5)), "lengths": [9, 4], "start": [7, 0]}
+        args = q, k, v, g, beta / np.maximum(1, phi.diagonal(k, [7, 0]))
+        for got, want in zip(naive.attention(*args, **given)[:2], naive.token_loop(*args, **given)[:2], strict=True):
+            naive.assert_close(got, want, 1e-11)
+    elsewhere = naive.attention(*args, **(given | {"start": 0}))[0]
+    assert naive.rms_ratio(elsewhere[0], naive.attention(*args, **given)[0][0]) > 1e-3
+
+
 def test_empty_streams_and_empty_batches():
     for B, T in ((2, 0), (0, 3)):
         _, q, k, v, g, beta = inputs(2, 2, 2, 2, T, B=B)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import linattn_edge as la
-from linattn_edge import features
 from linattn_edge.features import MAX_FEATURES, gaussian_rows
 
 pytestmark = pytest.mark.nojit
@@ -132,12 +131,6 @@ ESTIMATORS = {
 estimators = pytest.mark.parametrize("name", ESTIMATORS)
 
 
-@pytest.fixture
-def forgotten(monkeypatch):
-    """The library keeps the draws of every seed; not those of these tests."""
-    monkeypatch.setattr(features, "_WEIGHTS", {})
-
-
 def products(name, count, xs, ys):
     """What each of many independent draws makes of exp(x·y): [pairs, draws]; their mean is κ."""
     make, parts, _ = ESTIMATORS[name]
@@ -148,12 +141,11 @@ def products(name, count, xs, ys):
         phi = make(m, seed)
         q, k = (phi(a * width**0.25) for a in (xs, ys))
         made.append((m * q * k).reshape(len(xs), parts, m).sum(axis=1))
-        features._WEIGHTS.clear()
     return np.concatenate(made, axis=1)
 
 
 @estimators
-def test_unbiased_and_as_exact_as_the_papers_say(name, forgotten):
+def test_unbiased_and_as_exact_as_the_papers_say(name):
     """The mean over draws is exp(qᵀk/√K), within 3 standard errors; the error of m draws is Lemma 2's."""
     xs, ys = (np.array(a) for a in zip(*pairs(), strict=True))
     samples = products(name, 40, xs, ys)
@@ -187,7 +179,7 @@ def test_kappa_is_the_mean_of_the_draws(name):
 
 
 @pytest.mark.parametrize("cls", [la.Favor, la.Rff])
-def test_orthogonal_draws_are_not_worse(cls, forgotten):
+def test_orthogonal_draws_are_not_worse(cls):
     """Choromanski et al. 2021, section 2.4 and theorem 2: at right angles the error is lower, for m ≤ K."""
     m = width = 16
     rng = np.random.default_rng(3)
@@ -200,7 +192,6 @@ def test_orthogonal_draws_are_not_worse(cls, forgotten):
         for seed in range(400):
             phi = cls(m, seed, orthogonal=orthogonal)
             errors.append(np.mean((phi.kernel(x * 2, y * 2) - exact) ** 2))  # 16^¼ = 2
-        features._WEIGHTS.clear()
     alone, together = np.mean(square[False]), np.mean(square[True])
     theory = (favor_error if cls is la.Favor else rff_error)(x[0], y[0]) / m
     assert alone == pytest.approx(theory, rel=0.1)
@@ -210,7 +201,7 @@ def test_orthogonal_draws_are_not_worse(cls, forgotten):
 
 @pytest.mark.parametrize("orthogonal", [False, True])
 @pytest.mark.parametrize("cls", [la.Favor, la.Rff])
-def test_few_draws_are_unbiased_too(cls, orthogonal, forgotten):
+def test_few_draws_are_unbiased_too(cls, orthogonal):
     """Whichever way they are drawn: every one of them is N(0, I)."""
     x, y = next(pairs())
     exact = softmax_kernel(x, y)

@@ -16,7 +16,7 @@ _P = tuple(
     for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 )
 _P0, _P1, _P2, _P3, _P4, _P5 = _P
-_BIAS, _MANTISSA, _HALVE, _NO = np.int32(127), np.int32(23), np.int32(1), np.int32(0)
+_BIAS, _MANTISSA, _HALVE = np.int32(127), np.int32(23), np.int32(1)
 
 
 def from_bits(bits: Any) -> Any:
@@ -42,13 +42,9 @@ def exp32(x: Any) -> Any:
     r = y - n * _LN2_HIGH - n * _LN2_LOW
     p = ((((_P0 * r + _P1) * r + _P2) * r + _P3) * r + _P4) * r + _P5
     p = p * r * r + r + _ONE
-    over = _HALVE if m > _BIAS else _NO  # 2^128 is inf, and the compiler may multiply the powers of 2 first:
-    p = from_bits(np.int32(to_bits(p) + (over << _MANTISSA)))  # one of them goes to p, by its exponent
-    m = np.int32(m - over)
-    half = m >> _HALVE  # 2^m in two factors: reaches the subnormals
-    a = from_bits(np.int32((half + _BIAS) << _MANTISSA))
-    b = from_bits(np.int32((m - half + _BIAS) << _MANTISSA))
-    e = p * a * b
+    half = m >> _HALVE  # 2^m in two steps, which reaches the subnormals and 2^128: one by p's exponent, since the
+    p = from_bits(np.int32(to_bits(p) + ((m - half) << _MANTISSA)))  # compiler may reorder two multiplications
+    e = p * from_bits(np.int32((half + _BIAS) << _MANTISSA))
     e = e if x <= _HIGHEST else _INF
     return x if x != x else e
 

@@ -5,6 +5,7 @@ from linattn_edge.approximation import SoftmaxError, softmax_error
 from linattn_edge.attention import LinearAttention, linear_attention, warmup
 from linattn_edge.decays import lightning_decay, retnet_decay
 from linattn_edge.features import *  # noqa: F403  (each map: features.__all__)
+from linattn_edge.models import Model, ModelState, load_model
 from linattn_edge.softmax import SoftmaxAttention, SoftmaxState
 from linattn_edge.state import State
 
@@ -12,6 +13,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LinearAttention",
+    "Model",
+    "ModelState",
     "SoftmaxAttention",
     "SoftmaxError",
     "SoftmaxState",
@@ -19,6 +22,7 @@ __all__ = [
     "__version__",
     "lightning_decay",
     "linear_attention",
+    "load_model",
     "retnet_decay",
     "softmax_error",
     "warmup",

@@ -183,7 +183,7 @@ class LinearAttention:
             if active is not None or state._fingerprint is not self._fingerprint or not self._has_loop:
                 return None
             dtype = state._dtype
-            entry, plan, no_g, no_beta, _weights = self._entries[dtype]  # the plan has the address of _weights
+            entry, plan, no_g, no_beta, _kept = self._entries[dtype]  # the plan points to what is kept
             control = self._helpers() if self.num_threads > 1 and state._bytes >= WORTH_SHARING else 0
             if g is None:
                 g = no_g
@@ -219,27 +219,13 @@ class LinearAttention:
         """Compile or load what a step for that state dtype needs, once."""
         if self.backend != "cpu" or dtype in self._entries:
             return
-        from linattn_edge.kernels import advance, columns, cpu, phi
+        from linattn_edge.kernels import cpu
 
-        layer = self.layer
-        real = compute_dtype(dtype)
-        weights = np.ascontiguousarray(layer.weights, real)
-        plan = np.zeros(layout.PLAN_SIZE, np.int64)
-        plan[[layout.ADVANCE, layout.PACK]] = advance.advance(dtype), phi.pack(layer.phi, real)
-        VP = layout.padded(layer.V)
-        if VP >= layout.WIDE:
-            plan[layout.COLUMNS_WIDE] = columns.columns(dtype, layout.WIDE)
-        if VP % layout.WIDE:
-            plan[layout.COLUMNS_NARROW] = columns.columns(dtype, layout.NARROW)
-        plan[layout.WEIGHTS] = weights.ctypes.data
-        plan[[layout.SIDES, layout.HEADS, layout.P]] = weights.shape
-        plan[layout.CHECK] = self.check_finite
-        limit = layer.phi.limit(layer.K, float(np.finfo(real).max))
-        if self.check_finite and limit < np.inf and layer.phi.has_loop and not layer.qk_norm:
-            plan[layout.LIMIT] = np.float64(limit).view(np.int64)
-        plan[layout.HORIZON] = layer.phi.horizon or 0
+        layer, real = self.layer, compute_dtype(dtype)
+        kept: list[Any] = []
+        plan = make_plan(layer, dtype, self._check_finite, kept)
         no_g = np.zeros((0, 0, int(layer.rule.decay))) if layer.decay is None else layer.decay[None]
-        constants = plan, arrays.as_dtype(no_g, real), np.zeros((0, 0), real), weights
+        constants = plan, arrays.as_dtype(no_g, real), np.zeros((0, 0), real), kept
         self._entries.setdefault(dtype, (cpu.step(real), *constants))  # another thread may have come first
 
     def _warmup(self, dtype: str) -> None:
@@ -336,7 +322,7 @@ class LinearAttention:
             self._check_phi(mode, state, ready, lengths)
             ready = ready | self._features(mode, state, ready, lengths)
         self._prepare(dtype)
-        _, plan, no_g, no_beta, _weights = self._entries[dtype]
+        _, plan, no_g, no_beta, _kept = self._entries[dtype]
         control = 0
         if self.num_threads > 1 and state._bytes * next(iter(ready.values())).shape[1] >= WORTH_SHARING:
             control = self._helpers()
@@ -439,6 +425,31 @@ class LinearAttention:
             f"LinearAttention(H={la.H}, N={la.N}, K={la.K}, V={la.V}, {la.phi!r} (F={la.F}), {la.rule.name!r}, "
             f"normalize={la.normalize}, scale={la.scale:.6g}, backend={self.backend!r})"
         )
+
+
+def make_plan(layer: Layer, dtype: str, check_finite: bool, kept: list[Any]) -> NDArray[np.int64]:
+    """What a layer adds to every compiled call for states of that dtype (layout.PLAN); arrays that it points to go to
+    `kept`, to be held as long as the plan is used."""
+    from linattn_edge.kernels import advance, columns, phi
+
+    real = compute_dtype(dtype)
+    weights = np.ascontiguousarray(layer.weights, real)
+    kept.append(weights)
+    plan = np.zeros(layout.PLAN_SIZE, np.int64)
+    plan[[layout.ADVANCE, layout.PACK]] = advance.advance(dtype), phi.pack(layer.phi, real)
+    VP = layout.padded(layer.V)
+    if VP >= layout.WIDE:
+        plan[layout.COLUMNS_WIDE] = columns.columns(dtype, layout.WIDE)
+    if VP % layout.WIDE:
+        plan[layout.COLUMNS_NARROW] = columns.columns(dtype, layout.NARROW)
+    plan[layout.WEIGHTS] = weights.ctypes.data
+    plan[[layout.SIDES, layout.HEADS, layout.P]] = weights.shape
+    plan[layout.CHECK] = check_finite
+    limit = layer.phi.limit(layer.K, float(np.finfo(real).max))
+    if check_finite and limit < np.inf and layer.phi.has_loop and not layer.qk_norm:
+        plan[layout.LIMIT] = np.float64(limit).view(np.int64)
+    plan[layout.HORIZON] = layer.phi.horizon or 0
+    return plan
 
 
 def _flat_decay(decay: Array) -> Array:

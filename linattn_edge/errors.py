@@ -15,3 +15,7 @@ class NotFiniteError(ValueError):
 
 class StateMismatchError(ValueError):
     """A state, or a file that holds one, belongs to another layer configuration."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged, incomplete, or of a kind that is not supported."""

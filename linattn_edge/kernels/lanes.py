@@ -108,9 +108,24 @@ def _zero(typing: Any, y: Any) -> Any:
     return y(y), code
 
 
+@intrinsic
+def _total(typing: Any, x: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        element = _ELEMENT[x.scalar]
+        name = f"llvm.vector.reduce.fadd.{x.suffix}"
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(element, [element, x.vector]), name)
+        return builder.call(function, [ir.Constant(element, -0.0), args[0]], fastmath=("reassoc",))
+
+    return x.scalar(x), code
+
+
+total = np.sum if DISABLED else _total  # total(lanes): their sum
+
+
 def _compiled(width: int) -> Operations:
     shorts = ir.VectorType(ir.IntType(16), width)
     words = ir.VectorType(ir.IntType(32), width)
+    bytes_ = ir.VectorType(ir.IntType(8), width)
 
     def number(value: int) -> Any:
         return ir.Constant(words, [value] * width)
@@ -118,14 +133,16 @@ def _compiled(width: int) -> Operations:
     @intrinsic
     def load(typing: Any, array: Any, at: Any) -> Any:
         stored = array.dtype
-        lanes = Lanes(types.float32 if stored in HALVES else stored, width)
+        lanes = Lanes(stored if stored in _SUFFIX else types.float32, width)
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            vector = shorts if stored in HALVES else lanes.vector
+            vector = shorts if stored in HALVES else bytes_ if stored == types.int8 else lanes.vector
             value = builder.load(
                 builder.bitcast(_address(context, builder, signature.args[0], args[0], args[1]), vector.as_pointer())
             )
             value.align = stored.bitwidth // 8
+            if stored == types.int8:
+                return builder.sitofp(value, lanes.vector)
             if stored == FLOAT16:
                 return builder.fpext(builder.bitcast(value, ir.VectorType(ir.HalfType(), width)), lanes.vector)
             if stored == BFLOAT16:
@@ -161,6 +178,8 @@ def _compiled(width: int) -> Operations:
 def _interpreted(width: int) -> Operations:
     def load(array: Any, at: int) -> Any:
         data = array[at : at + width].copy()
+        if data.dtype == np.int8:
+            return data.astype(np.float32)
         if data.dtype == np.uint16:
             return data.view(np.float16).astype(np.float32)
         if data.dtype == np.int16:

@@ -1,0 +1,288 @@
+"""A whole model in one compiled call: the operations of program.py, one after another, on some tokens of some streams.
+
+Matrices may be stored as float32, float16 or int8 with a scale for each row; everything is computed in float32. Every
+number is the same however many tokens a call has: sums over a row are in one order.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from linattn_edge.kernels import layout, maths, program
+from linattn_edge.kernels.cpu import run
+from linattn_edge.kernels.jit import call, device, kernel, large
+from linattn_edge.kernels.lanes import address, at_address, operations, part, total
+from linattn_edge.kernels.layout import STEP
+
+exp = maths.exp
+F32 = np.float32
+LANES = 16
+_op = operations(LANES)
+load, fma, zero = _op.load, _op.fma, _op.zero
+load_one = operations(1).load
+
+
+@device
+def number_at(w, at):
+    """One number of a matrix, however it is stored."""
+    return total(load_one(w, at))
+
+
+@device
+def rest(array, at):
+    """array[at:]"""
+    return part(array, at, array.size - at)
+
+
+@device
+def act(kind, x):
+    """An activation, written so that exp never overflows."""
+    if kind == program.RELU:
+        return max(x, F32(0))
+    if kind == program.RELU2:
+        return max(x, F32(0)) * max(x, F32(0))
+    e = exp(-abs(x))
+    if kind == program.LOG_SIGMOID:
+        return min(x, F32(0)) - F32(np.log1p(e))
+    y = x
+    if kind == program.GELU:  # the tanh form: x · σ(2 √(2/π) (x + 0.044715 x³))
+        y = F32(1.5957691216057308) * x * (F32(1) + F32(0.044715) * x * x)
+        e = exp(-abs(y))
+    gate = F32(1) / (F32(1) + e)
+    if y < 0:
+        gate = e * gate
+    return gate if kind == program.SIGMOID else x * gate
+
+
+@device
+def act_all(kind, x, y, count):
+    if kind == program.SILU:  # the usual one, in a loop that vectorises
+        for i in range(count):
+            gate = F32(1) / (F32(1) + exp(-abs(x[i])))
+            y[i] = x[i] * (gate if x[i] >= 0 else F32(1) - gate)
+    else:
+        for i in range(count):
+            y[i] = act(kind, x[i])
+
+
+@device
+def finish(y, at, sum_, row, scales, biases, add):
+    if scales.size > 0:
+        sum_ *= scales[row]
+    if biases.size > 0:
+        sum_ += biases[row]
+    y[at] = y[at] + sum_ if add else sum_
+
+
+@large
+def matmul(w, x, y, rows, N, M, scales, biases, add):
+    """y [rows, N] = x [rows, M] · wᵀ, w [N, M]: four rows of w for one token, or one row for four tokens, at once."""
+    whole = M // LANES * LANES
+    t = 0
+    while t + 4 <= rows:
+        x0, x1, x2, x3 = t * M, (t + 1) * M, (t + 2) * M, (t + 3) * M
+        for n in range(N):
+            a0 = a1 = a2 = a3 = zero(load(x, x0))
+            for i in range(0, whole, LANES):
+                row = load(w, n * M + i)
+                a0 = fma(row, load(x, x0 + i), a0)
+                a1 = fma(row, load(x, x1 + i), a1)
+                a2 = fma(row, load(x, x2 + i), a2)
+                a3 = fma(row, load(x, x3 + i), a3)
+            s0, s1, s2, s3 = total(a0), total(a1), total(a2), total(a3)
+            for i in range(whole, M):
+                number = number_at(w, n * M + i)
+                s0 += number * x[x0 + i]
+                s1 += number * x[x1 + i]
+                s2 += number * x[x2 + i]
+                s3 += number * x[x3 + i]
+            finish(y, t * N + n, s0, n, scales, biases, add)
+            finish(y, (t + 1) * N + n, s1, n, scales, biases, add)
+            finish(y, (t + 2) * N + n, s2, n, scales, biases, add)
+            finish(y, (t + 3) * N + n, s3, n, scales, biases, add)
+        t += 4
+    while t < rows:
+        at, n = t * M, 0
+        while n + 4 <= N:
+            w0, w1, w2, w3 = n * M, (n + 1) * M, (n + 2) * M, (n + 3) * M
+            a0 = a1 = a2 = a3 = zero(load(x, at))
+            for i in range(0, whole, LANES):
+                token = load(x, at + i)
+                a0 = fma(load(w, w0 + i), token, a0)
+                a1 = fma(load(w, w1 + i), token, a1)
+                a2 = fma(load(w, w2 + i), token, a2)
+                a3 = fma(load(w, w3 + i), token, a3)
+            s0, s1, s2, s3 = total(a0), total(a1), total(a2), total(a3)
+            for i in range(whole, M):
+                number = x[at + i]
+                s0 += number_at(w, w0 + i) * number
+                s1 += number_at(w, w1 + i) * number
+                s2 += number_at(w, w2 + i) * number
+                s3 += number_at(w, w3 + i) * number
+            finish(y, t * N + n, s0, n, scales, biases, add)
+            finish(y, t * N + n + 1, s1, n + 1, scales, biases, add)
+            finish(y, t * N + n + 2, s2, n + 2, scales, biases, add)
+            finish(y, t * N + n + 3, s3, n + 3, scales, biases, add)
+            n += 4
+        while n < N:
+            a0 = zero(load(x, at))
+            for i in range(0, whole, LANES):
+                a0 = fma(load(w, n * M + i), load(x, at + i), a0)
+            s0 = total(a0)
+            for i in range(whole, M):
+                s0 += number_at(w, n * M + i) * x[at + i]
+            finish(y, t * N + n, s0, n, scales, biases, add)
+            n += 1
+        t += 1
+
+
+@device
+def embed(w, tokens, y, rows, M, scales):
+    for t in range(rows):
+        for i in range(M):
+            number = number_at(w, tokens[t] * M + i)
+            y[t * M + i] = number * scales[tokens[t]] if scales.size > 0 else number
+
+
+@large
+def norm(x, y, groups, M, weights, eps):
+    for g in range(groups):
+        squares = F32(0)
+        for i in range(M):
+            squares += x[g * M + i] * x[g * M + i]
+        factor = F32(1) / np.sqrt(squares / F32(M) + eps)
+        if weights.size > 0:
+            for i in range(M):
+                y[g * M + i] = x[g * M + i] * factor * weights[i]
+        else:
+            for i in range(M):
+                y[g * M + i] = x[g * M + i] * factor
+
+
+@device
+def sum_norm(x, y, groups, M, eps):
+    for g in range(groups):
+        sum_ = eps
+        for i in range(M):
+            sum_ += x[g * M + i]
+        for i in range(M):
+            y[g * M + i] = x[g * M + i] / sum_
+
+
+@large
+def convolve(x, past, B, T, lengths, N, M, w, biases):
+    """x = silu of a causal convolution over M tokens. past [B, N, M - 1] holds the last inputs, oldest first."""
+    for b in range(B):
+        count = lengths[b] if lengths.size > 0 else T
+        for n in range(N):
+            kept = (b * N + n) * (M - 1)
+            for t in range(count):
+                at = (b * T + t) * N + n
+                sum_ = w[n * M + M - 1] * x[at]
+                for i in range(M - 1):
+                    sum_ += w[n * M + i] * past[kept + i]
+                if biases.size > 0:
+                    sum_ += biases[n]
+                for i in range(M - 2):
+                    past[kept + i] = past[kept + i + 1]
+                if M > 1:
+                    past[kept + M - 2] = x[at]
+                x[at] = act(program.SILU, sum_)
+
+
+def _build() -> Callable[..., int]:
+    def decode(ops, count, tokens, lengths, places, work, scratch, B, T, control):
+        """Run `count` operations on tokens [B * T]; lengths [B] or empty. Returns a layout code.
+
+        work: all buffers for B * T tokens; scratch: bytes for a prefill of the hungriest layer; places: addresses of
+        each layer's state and past tokens of convolutions, program.PLACES a layer.
+        """
+        rows = B * T
+        for number in range(count):
+            op = at_address(address(ops) + number * program.WIDTH * 8, program.WIDTH, np.int64)
+            code, N, M, kind = op[program.CODE], op[program.N], op[program.M], op[program.KIND]
+            x, other = rest(work, op[program.A] * rows), rest(work, op[program.B] * rows)
+            y = rest(work, op[program.OUT] * rows)
+            reals = at_address(address(op) + 8 * program.REAL, 1, np.float64)
+            weight, extra = op[program.WEIGHT], op[program.EXTRA]
+            scales = at_address(op[program.SCALE], N if op[program.SCALE] != 0 else 0, np.float32)
+            if code == program.EMBED:
+                if kind == program.INT8:
+                    embed(at_address(weight, N * M, np.int8), tokens, y, rows, M, scales)
+                elif kind == program.FLOAT16:
+                    embed(at_address(weight, N * M, np.uint16), tokens, y, rows, M, scales)
+                else:
+                    embed(at_address(weight, N * M, np.float32), tokens, y, rows, M, scales)
+            elif code == program.NORM:
+                weights = at_address(weight, M if weight != 0 else 0, np.float32)
+                norm(x, y, rows * N, M, weights, F32(reals[0]))
+            elif code == program.MATMUL or code == program.ADD_MATMUL:
+                add = code == program.ADD_MATMUL
+                biases = at_address(extra, N if extra != 0 else 0, np.float32)
+                if kind == program.INT8:
+                    matmul(at_address(weight, N * M, np.int8), x, y, rows, N, M, scales, biases, add)
+                elif kind == program.FLOAT16:
+                    matmul(at_address(weight, N * M, np.uint16), x, y, rows, N, M, scales, biases, add)
+                else:
+                    matmul(at_address(weight, N * M, np.float32), x, y, rows, N, M, scales, biases, add)
+            elif code == program.ACT:
+                act_all(extra, x, y, rows * N)
+            elif code == program.ACT_MULTIPLY:
+                act_all(extra, x, x, rows * N)
+                for i in range(rows * N):
+                    y[i] = x[i] * other[i]
+            elif code == program.LOG_DECAY:
+                numbers = at_address(weight, 2, np.float32)
+                for i in range(rows * N):
+                    g = act(program.LOG_SIGMOID, x[i]) / numbers[0]
+                    y[i] = g if g > numbers[1] else numbers[1]
+            elif code == program.CONV:
+                past = at_address(places[op[program.STATE] * program.PLACES + 1 + kind], B * N * (M - 1), np.float32)
+                w, biases = at_address(weight, N * M, np.float32), at_address(extra, N if extra != 0 else 0, np.float32)
+                convolve(x, past, B, T, lengths, N, M, w, biases)
+            elif code == program.PHI:
+                plan = at_address(weight, 5, np.int64)
+                for t in range(rows):
+                    call(
+                        plan[0], address(x) + t * N * M * 4, N * M, address(y) + t * N * plan[4] * 4, N * plan[4], 1, N,
+                        M, plan[4], plan[1], plan[2], 0, plan[3], 0, 0, 0, 1.0, address(scratch),
+                    )  # fmt: skip
+            elif code == program.SUM_NORM:
+                sum_norm(x, y, rows * N, M, F32(reals[0]))
+            else:
+                block = places[op[program.STATE] * program.PLACES]
+                header = at_address(block, layout.HEADER, np.int64)
+                plan = at_address(weight, layout.PLAN_SIZE, np.int64)
+                value, width = rest(work, extra * rows), N
+                g = rest(work, kind * rows if N > 0 else 0)
+                state = at_address(block, header[layout.END], np.uint8)
+                if T == 1 and lengths.size == 0:
+                    room = at_address(block + header[layout.AT_WORK], header[layout.STEP_WORK], np.uint8)
+                    piece, group = 1, header[layout.STEP_GROUP]
+                else:
+                    room = at_address(address(scratch), header[layout.PREFILL_WORK], np.uint8)
+                    piece, group = header[layout.PREFILL_PIECE], header[layout.PREFILL_GROUP]
+                    piece = T if piece > T else piece
+                run(
+                    state, plan, control, room, x, other, value, g, part(work, 0, 0), lengths, y, T, width, STEP, piece,
+                    group,
+                )  # fmt: skip
+        return layout.OK
+
+    return decode
+
+
+@functools.cache
+def decode() -> Callable[..., int]:
+    """The compiled decoder, for every model."""
+
+    def taken(of: Any) -> Any:
+        return types.Array(of, 1, "C")
+
+    word = types.int64
+    arrays = taken(types.float32), taken(types.uint8)
+    signature = (taken(word), word, taken(word), taken(word), taken(word), *arrays, word, word, word)
+    return kernel(_build(), "decode", signature)

@@ -1,0 +1,181 @@
+"""Assembly: a model's operations (kernels/program.py), written one after another, with the arrays they point to."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn_edge.attention import make_plan
+from linattn_edge.features import FeatureMap
+from linattn_edge.kernels import program
+from linattn_edge.layer import Layer
+from linattn_edge.models.checkpoint import Tensors
+
+F32 = NDArray[np.float32]
+
+WEIGHTS = ("float32", "float16", "int8")
+_ACTS = {
+    "swish": program.SILU,
+    "silu": program.SILU,
+    "sigmoid": program.SIGMOID,
+    "relu": program.RELU,
+    "sqrelu": program.RELU2,
+    "gelu": program.GELU,
+    "logsigmoid": program.LOG_SIGMOID,
+}
+
+
+@dataclass
+class Matrix:
+    """A matrix [N, M] as kernels read it: numbers, and for int8 a scale for each row."""
+
+    kind: int
+    numbers: NDArray[Any]
+    scales: F32 | None
+
+    @classmethod
+    def pack(cls, matrix: F32, weights: str) -> "Matrix":
+        """Store a matrix; int8 rounds each row to 127 steps of its largest number."""
+        if weights == "float32":
+            return cls(program.FLOAT32, matrix, None)
+        if weights == "float16":
+            return cls(program.FLOAT16, matrix.astype(np.float16).view(np.uint16), None)
+        scales = np.abs(matrix).max(axis=1, initial=0).astype(np.float32) / np.float32(127)
+        steps = matrix / np.where(scales > 0, scales, 1)[:, None]
+        return cls(program.INT8, np.ascontiguousarray(np.rint(steps), np.int8), scales)
+
+
+@dataclass
+class Assembly:
+    """Operations in the making. Buffers are named by where they begin, in numbers for each token."""
+
+    tensors: Tensors
+    hidden: int
+    eps: float
+    weights: str
+    named: dict[str, int] = field(default_factory=dict)
+    width: int = 0  # numbers for each token that all buffers take
+    operations: list[NDArray[np.int64]] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)  # arrays whose addresses the operations hold
+    layers: list[Layer] = field(default_factory=list)
+    convolutions: list[list[tuple[int, int]]] = field(default_factory=list)  # for each layer (channels, tokens kept)
+    most: int = 0  # the largest `width` there was
+
+    def buffer(self, width: int, name: str | None = None) -> int:
+        """Room for `width` numbers of each token; unnamed room is taken again by the next block."""
+        at = self.width
+        self.width += width
+        if name is not None:
+            self.named[name] = at
+        return at
+
+    def add(self, code: int, **operands: Any) -> NDArray[np.int64]:
+        """Write one operation; arrays are kept, and become addresses."""
+        row = np.zeros(program.WIDTH, np.int64)
+        row[program.CODE] = code
+        for name, value in operands.items():
+            column = getattr(program, name)
+            if isinstance(value, np.ndarray):
+                value = np.ascontiguousarray(value)
+                self.kept.append(value)
+                row[column] = value.ctypes.data
+            elif isinstance(value, float):
+                row[column] = np.float64(value).view(np.int64)
+            elif value is not None:
+                row[column] = value
+        self.operations.append(row)
+        return row
+
+    def at(self, buffer: int | str) -> int:
+        """Where a buffer begins."""
+        return self.named[buffer] if isinstance(buffer, str) else buffer
+
+    def embed(self, name: str, vocab: int) -> Matrix:
+        """h = the rows of the embedding."""
+        matrix = Matrix.pack(self.tensors.take(name, (vocab, self.hidden)), self.weights)
+        self.add(
+            program.EMBED, OUT=self.at("h"), N=vocab, M=self.hidden, WEIGHT=matrix.numbers, SCALE=matrix.scales,
+            KIND=matrix.kind,
+        )  # fmt: skip
+        return matrix
+
+    def matmul(self, matrix: Matrix, x: int | str, y: int, N: int, M: int, bias: F32 | None, add: bool = False) -> None:
+        """y [N] = W x, or added to y."""
+        self.add(
+            program.ADD_MATMUL if add else program.MATMUL, A=self.at(x), OUT=y, N=N, M=M, WEIGHT=matrix.numbers,
+            SCALE=matrix.scales, KIND=matrix.kind, EXTRA=bias,
+        )  # fmt: skip
+
+    def linear(self, name: str, x: int | str, M: int, N: int, *, bias: bool = False, add_to: str | None = None) -> int:
+        """The linear layer of that name, to a new buffer or added to one."""
+        matrix = Matrix.pack(self.tensors.take(f"{name}.weight", (N, M)), self.weights)
+        shift = self.tensors.take(f"{name}.bias", (N,)) if bias else None
+        y = self.buffer(N) if add_to is None else self.at(add_to)
+        self.matmul(matrix, x, y, N, M, shift, add=add_to is not None)
+        return y
+
+    def norm(self, name: str, x: int | str, y: int | str, width: int, eps: float, groups: int = 1) -> None:
+        """RMSNorm of groups of numbers; a checkpoint without the weight has none."""
+        weight = self.tensors.take(f"{name}.weight", (width,)) if f"{name}.weight" in self.tensors else None
+        self.add(program.NORM, A=self.at(x), OUT=self.at(y), N=groups, M=width, WEIGHT=weight, REAL=float(eps))
+
+    def act(self, kind: str, x: int, N: int) -> None:
+        """x = act(x)."""
+        self.add(program.ACT, A=x, OUT=x, N=N, EXTRA=_ACTS[kind])
+
+    def act_multiply(self, kind: str, x: int, by: int, y: int, N: int) -> None:
+        """y = act(x) · by."""
+        self.add(program.ACT_MULTIPLY, A=x, B=by, OUT=y, N=N, EXTRA=_ACTS[kind])
+
+    def log_decay(self, x: int, N: int, normalizer: float, lowest: float) -> None:
+        """x = max(log σ(x) / normalizer, lowest)."""
+        self.add(program.LOG_DECAY, A=x, OUT=x, N=N, WEIGHT=np.array([normalizer, lowest], np.float32))
+
+    def conv(self, name: str, x: int, channels: int, tokens: int) -> None:
+        """x = silu of the causal convolution of that name; its past tokens belong to the layer's state."""
+        weight = self.tensors.take(f"{name}.weight", (channels, 1, tokens))
+        bias = self.tensors.take(f"{name}.bias", (channels,)) if f"{name}.bias" in self.tensors else None
+        past = self.convolutions[-1]
+        row = self.add(program.CONV, A=x, OUT=x, N=channels, M=tokens, WEIGHT=weight, EXTRA=bias)
+        row[program.STATE], row[program.KIND] = len(self.convolutions) - 1, len(past)
+        past.append((channels, tokens - 1))
+
+    def features(self, phi: FeatureMap, x: int, heads: int, K: int, F: int, side: int, sum_norm: bool) -> int:
+        """φ of each head, and if asked divided by its sum + 1e-4 as fla's norm_q and norm_k have it."""
+        from linattn_edge.kernels.phi import pack
+
+        y = self.buffer(heads * F)
+        weights = np.ascontiguousarray(phi.weights(K), np.float32)
+        sides, rows, P = weights.shape
+        plan = np.array([pack(phi, "float32"), weights[side * (sides - 1)].ctypes.data, rows, P, F], np.int64)
+        self.kept.append(weights)
+        self.add(program.PHI, A=x, OUT=y, N=heads, M=K, WEIGHT=plan)
+        if sum_norm:
+            self.add(program.SUM_NORM, A=y, OUT=y, N=heads, M=F, REAL=1e-4)
+        return y
+
+    def attention(self, layer: Layer, q: int, k: int, v: int, g: int | None = None) -> int:
+        """The state's part: y [outputs, V] of this layer."""
+        y = self.buffer(layer.outputs * layer.V)
+        row = self.add(
+            program.ATTENTION, A=q, B=k, OUT=y, EXTRA=v, WEIGHT=make_plan(layer, "float32", False, self.kept)
+        )
+        row[program.STATE], row[program.KIND] = len(self.convolutions) - 1, 0 if g is None else g
+        row[program.N] = 0 if g is None else layer.F
+        return y
+
+    def block(self, index: int, mixer: Any, config: Any) -> None:
+        """norm → mixer → residual → norm → SwiGLU → residual."""
+        at = f"model.layers.{index}"
+        start = self.width
+        self.convolutions.append([])
+        self.norm(f"{at}.attn_norm", "h", "x", self.hidden, self.eps)
+        self.layers.append(mixer(config, self, index))
+        self.norm(f"{at}.mlp_norm", "h", "x", self.hidden, self.eps)
+        inner = self.tensors.shape(f"{at}.mlp.gate_proj.weight")[0]
+        gate = self.linear(f"{at}.mlp.gate_proj", "x", self.hidden, inner)
+        up = self.linear(f"{at}.mlp.up_proj", "x", self.hidden, inner)
+        self.act_multiply("swish", gate, up, up, inner)
+        self.linear(f"{at}.mlp.down_proj", up, inner, self.hidden, add_to="h")
+        self.most, self.width = max(self.most, self.width), start  # the next block uses the room again

@@ -1,0 +1,204 @@
+"""Model: a decoder stack with a state of fixed size for each stream."""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from linattn_edge import arrays
+from linattn_edge.errors import CheckpointError, StateMismatchError
+from linattn_edge.kernels import layout, program
+from linattn_edge.models.architectures import ARCHITECTURES, Config
+from linattn_edge.models.assembly import WEIGHTS, Assembly, Matrix
+from linattn_edge.models.checkpoint import Tensors, read_config
+from linattn_edge.models.generate import Sampler, generate
+from linattn_edge.models.state import ModelState
+
+F32 = NDArray[np.float32]
+
+BLOCK = 64  # tokens of each stream that one call of a prefill takes
+
+
+class Model:
+    """A language model: token ids in, logits out, one compiled call for a token or a block of them.
+
+    Made by `load_model`. `vocab_size`, `hidden_size` and `layers` (the attention layers' configurations) describe it.
+    A model may be used by several threads, a state by one at a time.
+    """
+
+    def __init__(self, config: Config, tensors: Tensors, architecture: str, weights: str) -> None:
+        hidden, vocab = config.size("hidden_size", 2048), config.size("vocab_size", 32000)
+        depth = config.size("num_hidden_layers", 24)
+        eps = float(config.take("norm_eps", 1e-6, (int, float)))
+        tied = config.take("tie_word_embeddings", False, bool)
+        config.take("elementwise_affine", True, (bool, type(None)))
+        config.only("hidden_act", "swish", "silu")
+        config.take("hidden_ratio", 4, (int, float, type(None)))
+        config.take("intermediate_size", None, (int, type(None)))
+        build = Assembly(tensors, hidden, eps, weights)
+        build.buffer(hidden, "h")
+        build.buffer(hidden, "x")
+        embedding = build.embed("model.embeddings.weight", vocab)
+        for index in range(depth):
+            build.block(index, ARCHITECTURES[architecture], config)
+        self._body = len(build.operations)
+        build.norm("model.norm", "h", "x", hidden, eps)
+        head = embedding
+        if not tied:
+            head = Matrix.pack(tensors.take("lm_head.weight", (vocab, hidden)), weights)
+        elif "lm_head.weight" in tensors:
+            tensors.ignore("lm_head.weight")
+        self._logits = build.buffer(vocab)
+        build.matmul(head, "x", self._logits, vocab, hidden, None)
+        self._width = max(build.width, build.most)
+        self._operations = np.concatenate(build.operations)
+        self._kept = build.kept
+        self._convolutions = build.convolutions
+        self.layers = tuple(build.layers)
+        self.vocab_size, self.hidden_size = vocab, hidden
+        self.weights = weights
+        self._work: dict[int, F32] = {}
+
+    def init_state(self, batch_size: int = 1) -> ModelState:
+        """A fresh state for `batch_size` streams."""
+        return ModelState(self.layers, self._convolutions, batch_size)
+
+    def step(self, tokens: ArrayLike, state: ModelState) -> F32:
+        """One token of each stream, ids [B]: the state is updated in place. Returns logits [B, vocab]."""
+        ids = self._ids(tokens, state, 1)
+        work = self._run(ids, state, 1, None, len(self._operations) // program.WIDTH)
+        logits = self._take(work, self._logits, self.vocab_size, len(ids)).copy()
+        self._work[len(ids)] = work
+        return logits
+
+    def prefill(
+        self, tokens: ArrayLike, state: ModelState, lengths: ArrayLike | None = None, logits: str = "all"
+    ) -> F32:
+        """Tokens [B, T] of each stream, `lengths` [B] of them real. The state is updated in place.
+
+        Returns logits [B, T, vocab], 0 where there is padding; with logits="last" only those of each stream's last real
+        token, [B, vocab], and memory does not grow with T.
+        """
+        if logits not in ("all", "last"):
+            raise ValueError(f"logits: expected 'all' or 'last', got {logits!r}")
+        ids = self._ids(tokens, state, 2)
+        B, T = ids.shape
+        real = None if lengths is None else arrays.lengths_array(lengths, B, T)
+        out = np.zeros((B, T, self.vocab_size) if logits == "all" else (B, self.vocab_size), np.float32)
+        last = np.zeros((B, self.hidden_size), np.float32)
+        operations = len(self._operations) // program.WIDTH
+        for start in range(0, T, BLOCK):
+            block = ids[:, start : start + BLOCK]
+            n = block.shape[1]
+            count = None if real is None else np.clip(real - start, 0, n)
+            work = self._run(block.ravel(), state, n, count, operations if logits == "all" else self._body)
+            if logits == "all":
+                out[:, start : start + n] = self._take(work, self._logits, self.vocab_size, B * n).reshape(B, n, -1)
+                self._work[B * n] = work
+            else:
+                h = self._take(work, 0, self.hidden_size, B * n).reshape(B, n, -1)
+                ends = (T if real is None else real) - 1 - start
+                here = np.broadcast_to((ends >= 0) & (ends < n), B)
+                last[here] = h[np.flatnonzero(here), np.broadcast_to(ends, B)[here]]
+                self._work[B * n] = work
+        if logits == "all":
+            if real is not None:
+                out[np.arange(T) >= real[:, None]] = 0
+            return out
+        if B and T:
+            work = self._buffers(B)
+            self._take(work, 0, self.hidden_size, B)[...] = last
+            self._call(self._operations[self._body * program.WIDTH :], work, np.zeros(B, np.int64), state, 1, None, 2)
+            out[...] = self._take(work, self._logits, self.vocab_size, B)
+            if real is not None:
+                out[real == 0] = 0
+        return out
+
+    def generate(
+        self,
+        prompt: ArrayLike,
+        max_tokens: int | None = None,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop: Sequence[int] = (),
+        state: ModelState | None = None,
+    ) -> Iterator[int]:
+        """Read the ids `prompt` [T] and give the tokens that follow, one by one, for ever unless told otherwise.
+
+        temperature 0 is greedy; top_k keeps the likeliest k, top_p the fewest that have that probability together. A
+        seed makes the same tokens on every run. Ends before a token in `stop`. `state` (one stream) goes on from there
+        and is updated in place; the token given last has not been read into it.
+        """
+        return generate(self, prompt, max_tokens, Sampler(temperature, top_k, top_p), seed, stop, state)
+
+    def load_state(self, path: str | os.PathLike[str]) -> ModelState:
+        """The state that `ModelState.save` wrote; refused where it belongs to another model."""
+        return ModelState.load(path, self.layers, self._convolutions)
+
+    def _ids(self, tokens: Any, state: Any, axes: int) -> NDArray[np.int64]:
+        if not isinstance(state, ModelState):
+            raise StateMismatchError(f"state: expected a ModelState (model.init_state()), got {type(state).__name__}")
+        if [s._fingerprint for s in state.layers] != [layer.fingerprint for layer in self.layers]:
+            raise StateMismatchError("state: belongs to another model")
+        ids = arrays.to_array("tokens", tokens)
+        arrays.check_shape("tokens", ids, "B, T" if axes == 2 else "B", (state.batch_size, None)[:axes])
+        if ids.size and ids.dtype.kind not in "iu":
+            raise TypeError(f"tokens: expected integers, got {ids.dtype}")
+        if ids.size and not (ids.min() >= 0 and ids.max() < self.vocab_size):
+            raise ValueError(f"tokens: expected ids from 0 to {self.vocab_size - 1}, got {ids.min()} to {ids.max()}")
+        return np.ascontiguousarray(ids, np.int64)
+
+    def _buffers(self, rows: int) -> F32:
+        """Room for all buffers: what the last call of that size left, unless another thread has it."""
+        room = self._work.pop(rows, None)
+        return np.empty(rows * self._width, np.float32) if room is None else room
+
+    def _take(self, work: F32, at: int, width: int, rows: int) -> F32:
+        return work[at * rows : (at + width) * rows].reshape(rows, width)
+
+    def _run(
+        self, ids: NDArray[np.int64], state: ModelState, T: int, lengths: NDArray[np.int64] | None, count: int
+    ) -> F32:
+        work = self._buffers(len(ids))
+        if len(ids):
+            self._call(self._operations, work, ids, state, T, lengths, count)
+        return work
+
+    def _call(self, operations: Any, work: F32, ids: Any, state: ModelState, T: int, lengths: Any, count: int) -> None:
+        from linattn_edge.kernels import decoder
+
+        lengths = np.zeros(0, np.int64) if lengths is None else np.ascontiguousarray(lengths, np.int64)
+        code = decoder.decode()(
+            operations, count, ids, lengths, state._places, work, state._scratch, state.batch_size, T, 0
+        )
+        assert code == layout.OK
+
+    def __repr__(self) -> str:
+        return f"Model({len(self.layers)} layers, hidden {self.hidden_size}, vocab {self.vocab_size}, {self.weights})"
+
+
+def load_model(folder: str | os.PathLike[str], weights: str = "float32") -> Model:
+    """Load a checkpoint in flash-linear-attention's Hugging Face format: config.json and model.safetensors (or shards).
+
+    weights: "float32", "float16" or "int8" (a scale for each output channel, made here): how matrices are kept.
+    Settings and tensors that are not understood are refused by name. Nothing in the folder is executed.
+    """
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights: expected one of {', '.join(WEIGHTS)}; got {weights!r}")
+    folder = Path(folder)
+    settings = read_config(folder)
+    architecture = settings["model_type"]
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise CheckpointError(f"{folder / 'config.json'}: model_type {architecture!r} is not supported; known: {known}")
+    config, tensors = Config(settings, folder / "config.json"), Tensors(folder)
+    model = Model(config, tensors, architecture, weights)
+    config.check_all_taken()
+    tensors.check_all_taken(folder)
+    return model

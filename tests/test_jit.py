@@ -138,7 +138,21 @@ def test_every_source_that_is_compiled_is_in_the_stamp(copied, monkeypatch):
     monkeypatch.setattr(jit, "__file__", str(package / "kernels" / "jit.py"))
     seen = {jit._source_stamp()}
     assert seen == {jit.SOURCE_STAMP}  # the place does not matter, the text does
-    names = ["maths", "lanes", "layout", "sweep", "columns", "advance", "phi", "cpu", "crew", "jit", "softmax"]
+    names = [
+        "maths",
+        "lanes",
+        "layout",
+        "sweep",
+        "columns",
+        "advance",
+        "phi",
+        "cpu",
+        "crew",
+        "jit",
+        "softmax",
+        "program",
+        "decoder",
+    ]
     sources = [package / "kernels" / f"{name}.py" for name in names]
     for source in [*sources, package / "rules.py", package / "features.py"]:
         text = source.read_text()

@@ -1,7 +1,9 @@
 """Whole models: logits against fla's own and a plain float64 forward pass; what a checkpoint may not be."""
 
+import copy
 import json
 import os
+import pickle
 import struct
 from pathlib import Path
 
@@ -12,10 +14,13 @@ from safetensors.numpy import save_file
 
 import checkpoints
 import linattn_edge as la
+from cases import NOJIT
 from linattn_edge.errors import CheckpointError, NotFiniteError, StateMismatchError
 
+pytestmark = pytest.mark.nojit
 GOLDEN = Path(os.environ.get("LINATTN_GOLDEN", Path(__file__).parents[2] / "shared" / "golden"))
 IDS = np.random.default_rng(5).integers(0, 19, 90)
+T = 12 if NOJIT else 90  # interpreted kernels are slow
 
 VARIANTS = {
     "elu": ("linear_attn", {}),
@@ -65,28 +70,29 @@ def by_steps(model, ids):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_are_those_of_the_plain_forward_pass(name, made):
     folder, expected = made(name)
+    ids, expected = IDS[:T], expected[:T]
     model = la.load_model(folder)
     state = model.init_state(1)
-    whole = model.prefill(IDS[None], state)
+    whole = model.prefill(ids[None], state)
     assert whole.dtype == np.float32
     np.testing.assert_allclose(whole[0], expected, rtol=0, atol=2e-5)
-    np.testing.assert_array_equal(by_steps(model, IDS[None]), whole)  # any split rounds alike
+    np.testing.assert_array_equal(by_steps(model, ids[None]), whole)  # any split rounds alike
     state = model.init_state(1)
     parts = [
-        model.prefill(IDS[None, :7], state),
-        model.step(IDS[7:8], state)[:, None],
-        model.prefill(IDS[None, 8:], state),
+        model.prefill(ids[None, :7], state),
+        model.step(ids[7:8], state)[:, None],
+        model.prefill(ids[None, 8:], state),
     ]
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
-    assert state.position == len(IDS)
+    assert state.position == T
 
 
 @pytest.mark.parametrize("name", ["elu", "gla, convolutions", "hedgehog"])
 def test_ragged_batches(name, made):
     folder, expected = made(name)
     model = la.load_model(folder)
-    lengths = [90, 0, 13, 64]
-    ids = np.zeros((4, 90), int)
+    lengths = [T, 0, T // 7, T - 6]
+    ids = np.zeros((4, T), int)
     for row, length in zip(ids, lengths, strict=True):
         row[:length] = IDS[:length]
     state = model.init_state(4)
@@ -98,8 +104,8 @@ def test_ragged_batches(name, made):
     last = model.prefill(ids, model.init_state(4), lengths, logits="last")
     for row, length in enumerate(lengths):
         np.testing.assert_allclose(last[row], expected[length - 1] if length else 0, rtol=0, atol=2e-5)
-    following = model.step(IDS[[0, 0, 13, 64]], state)  # and the streams go on where they were
-    np.testing.assert_allclose(following[1:], expected[[0, 13, 64]], rtol=0, atol=2e-5)
+    following = model.step(IDS[[0, 0, *lengths[2:]]], state)  # and the streams go on where they were
+    np.testing.assert_allclose(following[1:], expected[[0, *lengths[2:]]], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("folder", sorted(GOLDEN.glob("*/config.json")), ids=lambda path: path.parent.name)
@@ -299,6 +305,26 @@ def test_states_copy_select_reset_save_and_load(name, made, tmp_path):
     with pytest.raises(StateMismatchError, match="another model"):
         other.load_state(tmp_path / "state.safetensors")
     assert state.nbytes == model.init_state(1).nbytes * 2
+
+
+@pytest.mark.parametrize("name", ["elu", "gla, convolutions"])
+def test_copies_hold_addresses_of_their_own(name, made):
+    """A state knows where its arrays are: a copy that pointed to another's would change it, or read what is gone."""
+    model = la.load_model(made(name)[0])
+    state = model.init_state(2)
+    model.prefill(IDS[:10].reshape(2, 5), state)
+    twins = [copy.copy(state), copy.deepcopy(state), pickle.loads(pickle.dumps(state))]
+    right = model.step([1, 2], state)
+    later = model.step([3, 4], state)
+    del state
+    for twin in twins:
+        np.testing.assert_array_equal(model.step([1, 2], twin), right)
+        np.testing.assert_array_equal(model.step([3, 4], twin), later)
+    with pytest.raises(AttributeError):
+        twin.layers = ()
+    assert copy.copy(model) is copy.deepcopy(model) is model
+    with pytest.raises(TypeError, match="load_model"):
+        pickle.dumps(model)
 
 
 def test_a_state_file_with_nan_is_refused(made, tmp_path):

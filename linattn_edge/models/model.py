@@ -179,6 +179,15 @@ class Model:
         )
         assert code == layout.OK
 
+    def __copy__(self) -> "Model":
+        return self  # it never changes, and its operations hold addresses
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Model":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Model can't be pickled: load_model its folder in the other process")
+
     def __repr__(self) -> str:
         return f"Model({len(self.layers)} layers, hidden {self.hidden_size}, vocab {self.vocab_size}, {self.weights})"
 

@@ -18,19 +18,23 @@ from linattn_edge.state import State, read_file, write_file
 class ModelState:
     """The state of a model for `batch_size` streams: made by `Model.init_state`, changed by its methods.
 
-    layers: a State for each layer; convolutions: for each layer float32 arrays [B, channels, tokens kept].
+    layers: a State for each layer; convolutions: for each layer float32 arrays [B, channels, tokens kept]. They can be
+    written to, not replaced: the compiled decoder knows where they are.
     """
 
     def __init__(
         self, layers: Sequence[Layer], convolutions: Sequence[Sequence[tuple[int, int]]], batch_size: int
     ) -> None:
         B = whole("batch_size", batch_size, 0)
-        self.layers = [State(layer, B) for layer in layers]
-        self.convolutions = [[np.zeros((B, *shape), np.float32) for shape in each] for each in convolutions]
-        self._point()
+        self._own(
+            [State(layer, B) for layer in layers],
+            [[np.zeros((B, *shape), np.float32) for shape in each] for each in convolutions],
+        )
 
-    def _point(self) -> None:
-        """Write down where everything is."""
+    def _own(self, layers: Sequence[State], convolutions: Sequence[Sequence[NDArray[np.float32]]]) -> None:
+        """Take these, and write down where everything is."""
+        self._layers = tuple(layers)
+        self._convolutions = tuple(map(tuple, convolutions))
         places = np.zeros((len(self.layers), program.PLACES), np.int64)
         most = 0
         for row, state, past in zip(places, self.layers, self.convolutions, strict=True):
@@ -39,6 +43,16 @@ class ModelState:
             most = max(most, int(state._block[: layout.HEADER * 8].view(np.int64)[layout.PREFILL_WORK]))
         self._places = places.ravel()
         self._scratch = np.empty(most, np.uint8)
+
+    @property
+    def layers(self) -> tuple[State, ...]:
+        """The state of each layer."""
+        return self._layers
+
+    @property
+    def convolutions(self) -> tuple[tuple[NDArray[np.float32], ...], ...]:
+        """The past tokens of each layer's convolutions: of q, k and v, or none."""
+        return self._convolutions
 
     @property
     def batch_size(self) -> int:
@@ -55,15 +69,24 @@ class ModelState:
         """Bytes of all states: what the streams cost, at any position."""
         return sum(s.nbytes for s in self.layers) + sum(a.nbytes for each in self.convolutions for a in each)
 
-    def _made(self, layers: list[State], convolutions: list[list[Any]]) -> "ModelState":
-        other = object.__new__(ModelState)
-        other.layers, other.convolutions = layers, convolutions
-        other._point()
+    @classmethod
+    def _made(cls, layers: Sequence[State], convolutions: Sequence[Sequence[Any]]) -> "ModelState":
+        other = object.__new__(cls)
+        other._own(layers, convolutions)
         return other
 
     def copy(self) -> "ModelState":
         """An independent copy."""
         return self._made([s.copy() for s in self.layers], [[a.copy() for a in each] for each in self.convolutions])
+
+    def __copy__(self) -> "ModelState":
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModelState":
+        return self.copy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModelState._made, (self._layers, self._convolutions)
 
     def select(self, rows: ArrayLike) -> "ModelState":
         """The streams of these rows, in that order, repeats allowed: beam reorder, fork, drop."""

@@ -53,6 +53,15 @@ def softmax_error(phi: str | FeatureMap, q: ArrayLike, k: ArrayLike, v: ArrayLik
     phi.check_heads(H, N)
     phi.check_norms("q", q, "float64")
     phi.check_norms("k", k, "float64")
+    try:
+        with np.errstate(over="raise", invalid="raise"):
+            return _errors(phi, q, k, v)
+    except FloatingPointError:
+        raise ValueError("q, k, v: their products exceed the range of float64") from None
+
+
+def _errors(phi: FeatureMap, q: F64, k: F64, v: F64) -> SoftmaxError:
+    (B, T, H, K), N = q.shape, k.shape[2]
     position = None if phi.horizon is None else np.broadcast_to(np.arange(T)[:, None], (T, 1))
     weights, outputs = np.zeros((B, T, H)), np.zeros((B, T, H))
     sums = np.zeros((4, H))  # squares: weights' difference and size, outputs' difference and size

@@ -3,6 +3,7 @@
 import argparse
 import inspect
 import json
+import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,7 +16,20 @@ from linattn_edge.approximation import softmax_error
 from linattn_edge.arrays import real_array
 from linattn_edge.attention import LinearAttention
 from linattn_edge.errors import ShapeError
-from linattn_edge.features import CosFormer, Dpfp, Favor, FeatureMap, Hedgehog, Polynomial, Rff, Taylor, feature_map
+from linattn_edge.features import (
+    MAPS,
+    T2R,
+    CosFormer,
+    Dpfp,
+    ElementwiseProduct,
+    Favor,
+    FeatureMap,
+    Hedgehog,
+    Polynomial,
+    Rff,
+    Taylor,
+    feature_map,
+)
 from linattn_edge.softmax import SoftmaxAttention
 from linattn_edge.terminal import progress, table
 
@@ -34,10 +48,13 @@ class Tokens:
     v: Array
 
     def __post_init__(self) -> None:
-        T, N = self.q.shape[0], self.k.shape[1]
-        if self.k.shape != (T, N, self.q.shape[2]) or self.v.shape[:2] != (T, N) or T == 0:
+        (T, H, K), N = self.q.shape, self.k.shape[1]
+        good = self.k.shape == (T, N, K) and self.v.shape[:2] == (T, N)
+        if not good or 0 in (T, H, K, N, self.v.shape[2]) or H % N:
             shapes = ", ".join(f"{name} {list(getattr(self, name).shape)}" for name in "qkv")
-            raise ShapeError(f"expected q [T, H, K], k [T, N, K] and v [T, N, V] of the same T > 0, got {shapes}")
+            raise ShapeError(
+                f"expected q [T, H, K], k [T, N, K] and v [T, N, V], none of them 0, N a divisor of H; got {shapes}"
+            )
 
 
 @dataclass(frozen=True)
@@ -132,16 +149,23 @@ def parse_map(text: str) -> FeatureMap:
     parameters: dict[str, Any] = {}
     for pair in filter(None, rest.split(",")):
         key, equals, value = pair.partition("=")
-        if not equals:
-            raise ValueError(f"maps: expected name:key=value,…, got {text!r}")
+        if not equals or key.strip() in parameters:
+            raise ValueError(f"maps: expected name:key=value,… with each key once, got {text!r}")
         try:
             parameters[key.strip()] = json.loads(value.strip().lower() if value.strip() in ("True", "False") else value)
         except json.JSONDecodeError:
             parameters[key.strip()] = value
-    try:
-        return feature_map(name, **parameters)
-    except TypeError as error:
-        raise ValueError(f"maps: {text!r}: {error}") from None
+    if name not in MAPS:
+        raise ValueError(f"maps: expected one of {', '.join(MAPS)}, got {name!r}")
+    if issubclass(MAPS[name], Hedgehog | T2R | ElementwiseProduct):
+        raise ValueError(f"maps: {name} has weights, which only a program can give; see la.softmax_error")
+    known = MAPS[name].parameters
+    for parameter in parameters:
+        if parameter not in known:
+            raise ValueError(f"maps: {name} has no {parameter!r}; it has {', '.join(known) or 'no parameters'}")
+    if name == "cosformer" and not parameters:
+        raise ValueError("maps: cosformer needs max_len, as in cosformer:max_len=1024")
+    return feature_map(name, **parameters)
 
 
 def compare(tokens: Tokens, maps: list[FeatureMap], lengths: list[int]) -> Comparison:
@@ -253,6 +277,7 @@ def plot(result: Comparison, path: Path) -> None:
     """Error against state bytes, and time of a token against context length."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator, ScalarFormatter
     except ImportError:
         raise ImportError("--plot needs matplotlib: pip install 'linattn-edge[plot]'") from None
     last = result.lengths[-1]
@@ -277,14 +302,17 @@ def plot(result: Comparison, path: Path) -> None:
     right.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel="µs per token")
     right.set_xticks(result.lengths, [str(length) for length in result.lengths])
     right.minorticks_off()
+    right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    right.yaxis.set_major_formatter(ScalarFormatter())
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=9, frameon=False)
     figure.suptitle(f"{result.tokens}: {result.H} heads, K = {result.K}, V = {result.V}")
-    temporary = path.with_name(f".{path.name}.{time.time_ns()}{path.suffix}")
+    target = path.resolve()  # a link stays one
+    temporary = target.with_name(f".{target.name}.{time.time_ns()}.tmp")
     try:
-        figure.savefig(temporary, dpi=140)
-        temporary.replace(path)
+        figure.savefig(temporary, dpi=140, format=path.suffix[1:].lower())
+        temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -318,15 +346,20 @@ def _load(name: str, path: Path) -> Array:
                     raise ValueError(f"it has no array {name!r}, only {', '.join(content.files) or 'none'}")
                 content = content[name]
         array = real_array(name, content)
-        if array.ndim == 4:
+        if array.ndim == 4 and array.shape[0] > 0:
             array = array[0]
         if array.ndim != 3:
             raise ShapeError(f"expected an array [T, heads, width] or [B, T, heads, width], got {list(array.shape)}")
+        with np.errstate(over="ignore"):
+            array = array.astype(np.float32)
+        if not np.isfinite(array).all():
+            raise ValueError("it holds NaN, inf or numbers beyond float32")
     except OSError:
         raise
     except Exception as error:
-        raise ValueError(f"--{name} {path}: {error}") from None
-    return array.astype(np.float32)
+        reason = "not an array file of NumPy" if "pickle" in str(error) else error
+        raise ValueError(f"--{name} {path}: {reason}") from None
+    return array
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -350,13 +383,18 @@ def run(args: argparse.Namespace) -> None:
     """The command."""
     if args.tokens < 1:
         raise ValueError(f"--tokens: expected at least 1, got {args.tokens}")
-    if args.plot is not None and args.plot.suffix not in (".png", ".pdf", ".svg"):
-        raise ValueError(f"--plot: expected a file that ends in .png, .pdf or .svg, got {args.plot}")
+    if args.plot is not None:
+        if args.plot.suffix.lower() not in (".png", ".pdf", ".svg"):
+            raise ValueError(f"--plot: expected a file that ends in .png, .pdf or .svg, got {args.plot}")
+        if not os.access(args.plot.resolve().parent, os.W_OK):
+            raise OSError(f"--plot: {args.plot.resolve().parent} is no folder that can be written to")
     tokens = load_tokens(args)
     T, _, K = tokens.q.shape
     lengths = sorted(set(args.lengths or [max(1, T // 16), max(1, T // 4), T]))
-    maps = [parse_map(name) for name in args.maps] if args.maps else default_maps(K, T)
+    maps = [parse_map(name) for name in dict.fromkeys(args.maps)] if args.maps else default_maps(K, T)
     result = compare(tokens, maps, lengths)
+    print(json.dumps(asdict(result), indent=2) if args.json else text(result))
+    if all(row.refused for row in result.rows):
+        raise ValueError("no map could be compared")
     if args.plot is not None:
         plot(result, args.plot)
-    print(json.dumps(asdict(result), indent=2) if args.json else text(result))

@@ -972,6 +972,16 @@ class FunctionMap(FeatureMap):
     def dim(self, K: int) -> int:
         return whole("FunctionMap: features", self.features(K), 1) if callable(self.features) else self.features
 
+    def check_loop(self, K: int) -> None:
+        """Refuse a loop that makes something else of a vector than the function."""
+        if self._loop is None:
+            return
+        x = 0.5 * np.cos(np.arange(1.0, K + 1))
+        y = np.full(self.checked_dim(K), np.nan)
+        self._loop(x.copy(), y)
+        if not np.allclose(y, self.query(x), rtol=1e-3, atol=1e-6):
+            raise ValueError(f"FunctionMap: loop and function of {self.name!r} differ at K = {K}")
+
     def config(self) -> dict[str, Any]:
         features = "a function" if callable(self.features) else self.features
         return super().config() | {"features": features, "loop": self.has_loop}

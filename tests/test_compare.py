@@ -212,6 +212,14 @@ def test_the_command_on_files(capsys, tmp_path):
         (["--tokens", "0"], "--tokens"),
         (["--tokens", "8", "--lengths", "9"], "lengths: expected 1 to the T = 8"),
         (["--plot", "x.gif"], "--plot: expected a file that ends in"),
+        (["--plot", "none/x.png"], "is no folder that can be written to"),
+        (["--maps", "hedgehog"], "only a program can give"),
+        (["--maps", "cosformer"], "cosformer:max_len=1024"),
+        (["--maps", "taylor:foo=1"], "taylor has no 'foo'; it has order"),
+        (["--maps", "taylor:order=1,order=2"], "each key once"),
+        (["--q", "nan.npy", "--k", "nan.npy", "--v", "nan.npy"], "--q nan.npy: it holds NaN"),
+        (["--q", "huge.npy", "--k", "huge.npy", "--v", "huge.npy"], "beyond float32"),
+        (["--q", "none.npy", "--k", "none.npy", "--v", "none.npy"], "--q none.npy"),
         (["--q", "no.npy", "--k", "no.npy", "--v", "no.npy"], "no.npy"),
         (["--q", "text.npy", "--k", "text.npy", "--v", "text.npy"], "--q text.npy"),
         (
@@ -220,13 +228,16 @@ def test_the_command_on_files(capsys, tmp_path):
         ),
         (["--q", "named.npz", "--k", "named.npz", "--v", "named.npz"], "it has no array 'k', only q"),
         (["--q", "objects.npy", "--k", "objects.npy", "--v", "objects.npy"], "--q objects.npy"),
-        (["--q", "long.npy", "--k", "short.npy", "--v", "short.npy"], "of the same T"),
+        (["--q", "long.npy", "--k", "short.npy", "--v", "short.npy"], "none of them 0"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("text.npy").write_text("not an array")
     np.save("flat.npy", np.ones(4))
+    np.save("nan.npy", np.full((2, 1, 2), np.nan))
+    np.save("huge.npy", np.full((2, 1, 2), 1e300))
+    np.save("none.npy", np.ones((0, 2, 1, 2)))
     np.save("objects.npy", np.array([{}], dtype=object))
     np.save("long.npy", np.ones((3, 1, 2)))
     np.save("short.npy", np.ones((2, 1, 2)))
@@ -251,6 +262,19 @@ def test_a_plot_that_fails_leaves_nothing(result, tmp_path):
     with pytest.raises(OSError, match="no such folder"):
         compare.plot(result[1], tmp_path / "no such folder" / "plot.png")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_when_no_map_could_be_compared(capsys):
+    status, out, err = run(capsys, "--tokens", "8", "--maps", "polynomial:degree=30")
+    assert status == 1
+    assert "the limit is 65536" in out
+    assert err == "linattn-edge: error: no map could be compared\n"
+
+
+def test_products_beyond_float64_are_refused():
+    x = np.full((1, 2, 1, 2), 1e200)
+    with pytest.raises(ValueError, match="exceed the range of float64"):
+        la.softmax_error("identity", x, x, x)
 
 
 def test_progress_is_for_terminals(capsys, monkeypatch):

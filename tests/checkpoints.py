@@ -173,7 +173,7 @@ def forward(c, tensors, ids):
         for head in range(H):
             n = head * N // H
             decay = np.exp(np.minimum(total[:, None, n] - total[None, :, n], 0))  # [T, T, F]
-            w = np.tril(np.einsum("tf,sf,tsf->ts", q[:, head], k[:, n], decay)) * K**-0.5
+            w = np.tril(np.einsum("tf,sf,tsf->ts", q[:, head], k[:, n], decay)) * k.shape[-1] ** -0.5  # F, not K
             o[:, head] = w @ v[:, n]
             if c.get("norm_feature_map"):
                 o[:, head] /= w.sum(axis=1, keepdims=True) + 1e-10

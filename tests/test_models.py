@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import pickle
 import struct
@@ -208,9 +209,18 @@ NORM = "model.layers.1.attn_norm.weight"
         ({"surprise": 1}, {}, "not supported: surprise = 1"),
         ({"hidden_act": "relu"}, {}, "hidden_act = 'relu' is not supported"),
         ({"feature_map": "cosine"}, {}, "feature_map = 'cosine' is not supported"),
-        ({"hidden_size": "24"}, {}, "hidden_size: got '24'"),
+        ({"hidden_size": "24"}, {}, "hidden_size: expected int, got '24'"),
         ({"num_heads": 5}, {}, "num_heads = 5"),
-        ({"num_heads": True}, {}, "num_heads: got True"),
+        ({"num_heads": True}, {}, "num_heads: expected int, got True"),
+        ({"num_kv_heads": 0}, {}, "num_kv_heads: expected a whole number of at least 1"),
+        ({"norm_eps": -1}, {}, "norm_eps: expected a number from 0 to 1000, got -1"),
+        ({"norm_eps": math.nan}, {}, "norm_eps"),
+        ({"norm_eps": 10**400}, {}, "norm_eps"),
+        ({"window": 0}, {}, "not supported: window = 0"),
+        ({"intermediate_size": 21}, {}, r"gate_proj\.weight has shape \[20, 24\], expected \[21, 24\]"),
+        ({"intermediate_size": None}, {}, r"gate_proj\.weight has shape \[20, 24\], expected \[256, 24\]"),
+        ({"elementwise_affine": False}, {}, "unknown tensors"),
+        ({}, {NORM: None}, r"attn_norm\.weight is missing"),
         ({"num_hidden_layers": 3}, {}, r"tensor model\.layers\.2\."),
         ({}, {"lm_head.weight": None}, r"tensor lm_head\.weight is missing"),
         ({}, {"model.extra": np.ones(2, np.float32)}, r"unknown tensors: model\.extra"),
@@ -229,6 +239,63 @@ def test_gla_settings_that_are_not_supported(tmp_path):
     for config in ({"use_gk": False}, {"use_gv": True}, {"feature_map": "softmax"}, {"gate_fn": "relu"}):
         with pytest.raises(CheckpointError, match="is not supported"):
             la.load_model(broken(tmp_path, config, base="gla"))
+    for config in ({"clamp_min": 5.0}, {"clamp_min": math.nan}, {"gate_logit_normalizer": 0}):
+        with pytest.raises(CheckpointError, match="expected a number from"):
+            la.load_model(broken(tmp_path, config, base="gla"))
+
+
+def test_maps_that_say_they_are_tied_and_are_not(tmp_path):
+    config = checkpoints.BASE["linear_attn"] | {"feature_map": "hedgehog"}
+    tensors = checkpoints.make_tensors(config)
+    folder = checkpoints.write(tmp_path / "m", config | {"tie_feature_map_qk": True}, tensors)
+    with pytest.raises(CheckpointError, match="different weights for q and k"):
+        la.load_model(folder)
+    for name in list(tensors):
+        if name.endswith("feature_map_q.layer.bias"):
+            del tensors[name]
+    with pytest.raises(CheckpointError, match=r"feature_map_q\.layer\.bias is missing"):
+        la.load_model(checkpoints.write(tmp_path / "m", config, tensors))
+
+
+def test_weights_beyond_float16_are_refused(tmp_path):
+    folder = broken(tmp_path, tensors={"lm_head.weight": np.full((19, 24), 1e5, np.float32)})
+    la.load_model(folder)
+    with pytest.raises(CheckpointError, match=r"tensor lm_head\.weight holds 100000, which float16 can't"):
+        la.load_model(folder, "float16")
+
+
+def test_int8_of_the_smallest_numbers():
+    from linattn_edge.models.assembly import Matrix
+
+    tiny = Matrix.pack("m", np.array([[2.6e-43, -1e-43], [0, 0], [1, -0.5]], np.float32), "int8")
+    assert tiny.numbers.tolist() == [[0, 0], [0, 0], [127, -64]]
+
+
+def test_a_named_pipe_is_no_checkpoint(tmp_path):
+    if not hasattr(os, "mkfifo"):
+        pytest.skip("this system has no named pipes")
+    folder = broken(tmp_path)
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="there is no such file"):
+        la.load_model(folder)
+
+
+def test_states_of_other_convolutions_are_refused(made, tmp_path):
+    """The same layers, but a decoder that would look for past tokens where there are none."""
+    config = checkpoints.BASE["gla"] | {"num_kv_heads": 1}
+    plain = la.load_model(checkpoints.write(tmp_path / "m", config, checkpoints.make_tensors(config))).init_state(1)
+    model = la.load_model(made("gla, convolutions")[0])
+    assert [s._fingerprint for s in plain.layers] == [layer.fingerprint for layer in model.layers]
+    with pytest.raises(StateMismatchError, match="another model"):
+        model.step([3], plain)
+
+
+def test_room_for_other_sizes_is_given_back(made):
+    model = la.load_model(made("elu")[0])
+    for n in range(1, 9):
+        model.prefill(np.zeros((n, n), int), model.init_state(n))
+    assert len(model._work) <= 2
 
 
 def test_damaged_files_are_one_line(tmp_path):
@@ -279,6 +346,7 @@ def test_misuse_of_a_model(made):
     assert model.prefill(np.zeros((2, 0), int), state).shape == (2, 0, 19)
     assert model.prefill(np.zeros((2, 0), int), state, logits="last").shape == (2, 19)
     assert model.step(np.zeros(0, int), model.init_state(0)).shape == (0, 19)
+    assert model.prefill(np.zeros((0, 3), int), model.init_state(0)).shape == (0, 3, 19)
 
 
 # states
@@ -375,10 +443,13 @@ def test_what_generation_refuses(made):
         ({"prompt": [1], "top_k": 0}, "top_k"),
         ({"prompt": [1], "top_p": 0.0}, "top_p"),
         ({"prompt": [1], "stop": [19]}, "stop"),
+        ({"prompt": [1], "stop": 5}, "stop: expected ids"),
+        ({"prompt": [1], "seed": -1}, "seed"),
+        ({"prompt": [1], "state": "x"}, "expected a ModelState"),
         ({"prompt": [1], "max_tokens": -1}, "max_tokens"),
         ({"prompt": [1], "state": model.init_state(2)}, "state: generate runs one stream"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=message):
             model.generate(**arguments)  # at once, not at the first token
 
 

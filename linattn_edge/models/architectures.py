@@ -6,7 +6,7 @@ its state belongs to. To add a model type, write one such function and list it.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -36,9 +36,10 @@ class Config:
         """A setting of one of these types; absent, it is fla's default."""
         self._asked.add(name)
         value = self._config.get(name, default)
-        wrong = isinstance(value, bool) and bool not in (kinds if isinstance(kinds, tuple) else (kinds,))
-        if wrong or not isinstance(value, kinds):
-            raise CheckpointError(f"{self._path}: {name}: got {value!r}")
+        types_ = kinds if isinstance(kinds, tuple) else (kinds,)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in types_):
+            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types_)
+            raise CheckpointError(f"{self._path}: {name}: expected {names}, got {value!r}")
         return value
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -56,18 +57,34 @@ class Config:
             known = " or ".join(map(repr, values))
             raise CheckpointError(f"{self._path}: {name} = {value!r} is not supported; expected {known}")
 
+    def number(self, name: str, default: float | None, least: float, most: float) -> float | None:
+        """A number from `least` to `most`, or None where that is the default."""
+        value = self.take(name, default, (int, float) if default is not None else (int, float, type(None)))
+        if value is not None and not least <= value <= most:  # NaN too
+            raise CheckpointError(f"{self._path}: {name}: expected a number from {least:g} to {most:g}, got {value!r}")
+        return None if value is None else float(value)
+
     def part(self, whole: int, name: str, default: float) -> int:
         """int(whole · ratio), as fla computes widths."""
-        ratio = self.take(name, default, (int, float))
-        if not 0 < ratio < 1024:
-            raise CheckpointError(f"{self._path}: {name}: expected a ratio above 0, got {ratio!r}")
+        ratio = self.number(name, default, 1e-6, 1024)
+        assert ratio is not None
         return int(whole * ratio)
+
+    def inner(self, hidden: int) -> int:
+        """The width of the MLP, as fla computes it where it is not given: a multiple of 256."""
+        ratio = self.number("hidden_ratio", None, 1e-6, 1024)
+        if self.take("intermediate_size", None, (int, type(None))) is not None:
+            return self.size("intermediate_size")
+        return -(-int(hidden * (4 if ratio is None else ratio) * 2 / 3) // 256) * 256
+
+    def fail(self, message: str) -> NoReturn:
+        """Refuse the config."""
+        raise CheckpointError(f"{self._path}: {message}")
 
     def check_all_taken(self) -> None:
         """Refuse a setting that nothing has asked for, unless it says nothing (null or false)."""
-        unknown = [
-            name for name, value in self._config.items() if name not in self._asked and value not in (None, False)
-        ]
+        said = {name for name, value in self._config.items() if value is not None and value is not False}
+        unknown = said - self._asked
         if unknown:
             settings = ", ".join(f"{name} = {self._config[name]!r}" for name in sorted(unknown))
             raise CheckpointError(f"{self._path}: settings that are not supported: {settings}")
@@ -85,7 +102,7 @@ class Heads:
 
 def _heads(config: Config, hidden: int, expand_k: float) -> Heads:
     H = config.size("num_heads", 4)
-    N = config.take("num_kv_heads", None, (int, type(None))) or H
+    N = H if config.take("num_kv_heads", None, (int, type(None))) is None else config.size("num_kv_heads")
     key, value = config.part(hidden, "expand_k", expand_k), config.part(hidden, "expand_v", 1.0)
     if N < 1 or H % N or key % H or value % H or not key or not value:
         raise CheckpointError(
@@ -106,15 +123,15 @@ def linear_attn(config: Config, build: Assembly, index: int) -> Layer:
     k = build.linear(f"{at}.k_proj", "x", hidden, size.N * size.K)
     v = build.linear(f"{at}.v_proj", "x", hidden, size.N * size.V)
     options: dict[str, Any] = {"num_kv_heads": size.N if size.N < size.H else None, "update_rule": "linear"}
-    options |= {"normalize": normalize, "eps": 1e-10 * np.sqrt(size.K), "eps_mode": "add"}
+    F = phi.checked_dim(size.K)
+    scale = {} if normalize else {"scale": F**-0.5}  # fla's default is that of the features' width, not the heads'
+    options |= {"normalize": normalize, "eps": 1e-10 * np.sqrt(F), "eps_mode": "add"}
     if any(sums):
-        F = phi.checked_dim(size.K)
         q = build.features(phi, q, size.H, size.K, F, side=1, sum_norm=sums[0])
         k = build.features(phi, k, size.N, size.K, F, side=0, sum_norm=sums[1])
-        scale = {} if normalize else {"scale": size.K**-0.5}
         layer = make_layer(size.H, F, size.V, feature_map_="identity", **options, **scale)
     else:
-        layer = make_layer(size.H, size.K, size.V, feature_map_=phi, **options)
+        layer = make_layer(size.H, size.K, size.V, feature_map_=phi, **options, **scale)
     y = build.attention(layer, q, k, v)
     build.norm(f"{at}.norm", y, y, size.V, eps, groups=size.H)
     build.linear(f"{at}.o_proj", y, size.H * size.V, hidden, add_to="h")
@@ -130,23 +147,22 @@ def _linear_attn_map(config: Config, build: Assembly, at: str, K: int) -> Featur
         return Dpfp(nu=4)
     layers = {"hedgehog": ["layer"], "t2r": ["layer"], "elementwise_product": ["layer1", "layer2"]}.get(name)
     if layers is None:
-        raise CheckpointError(f"config.json: feature_map = {name!r} is not supported")
+        config.fail(f"feature_map = {name!r} is not supported")
     sides = []
     for side in ("q", "k"):
         source = f"{at}.feature_map_{side}"
         if tied and f"{source}.{layers[0]}.weight" not in build.tensors:
             continue  # stored once, under either name
         weights = [build.tensors.take(f"{source}.{layer}.weight", (K, K)) for layer in layers]
-        biases = [
-            build.tensors.take(f"{source}.{layer}.bias", (K,)) if f"{source}.{layer}.bias" in build.tensors else None
-            for layer in layers
-        ]
+        biases = [None if name == "t2r" else build.tensors.take(f"{source}.{layer}.bias", (K,)) for layer in layers]
         sides.append((weights, biases))
     if not sides:
         raise CheckpointError(f"tensor {at}.feature_map_q.{layers[0]}.weight is missing")
     make: Callable[..., Any] = {"hedgehog": Hedgehog, "t2r": T2R, "elementwise_product": ElementwiseProduct}[name]
     options = {"variant": "joint"} if name == "hedgehog" else {}
     maps = [make(*weights, *biases, **options) for weights, biases in sides]
+    if tied and maps[0] != maps[-1]:
+        config.fail(f"tie_feature_map_qk is true, but {at} has different weights for q and k")
     return make(*sides[0][0], *sides[0][1], key=maps[-1], **options)
 
 
@@ -172,14 +188,15 @@ def gla(config: Config, build: Assembly, index: int) -> Layer:
     rank = config.size("gate_low_rank_dim", 16)
     low = build.linear(f"{at}.gk_proj.0", "x", hidden, rank)
     g = build.linear(f"{at}.gk_proj.1", low, rank, size.N * size.K, bias=True)
-    normalizer = config.take("gate_logit_normalizer", 16, (int, float))
-    clamp = config.take("clamp_min", None, (int, float, type(None)))
-    build.log_decay(g, size.N * size.K, float(normalizer), -np.inf if clamp is None else float(clamp))
+    normalizer = config.number("gate_logit_normalizer", 16, 1e-6, 1e6)
+    assert normalizer is not None
+    clamp = config.number("clamp_min", None, -1e30, 0)
+    build.log_decay(g, size.N * size.K, normalizer, -np.inf if clamp is None else clamp)
     name = config.take("feature_map", None, (str, type(None)))
     phi = {None: "identity", "relu": "relu", "sqrelu": "relu2"}.get(name)
     if phi is None:
         if name not in ACTIVATIONS:
-            raise CheckpointError(f"config.json: feature_map = {name!r} is not supported")
+            config.fail(f"feature_map = {name!r} is not supported")
         build.act(name, q, size.H * size.K)
         build.act(name, k, size.N * size.K)
         phi = "identity"

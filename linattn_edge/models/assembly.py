@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn_edge.attention import make_plan
+from linattn_edge.errors import CheckpointError
 from linattn_edge.features import FeatureMap
 from linattn_edge.kernels import program
 from linattn_edge.layer import Layer
@@ -35,14 +36,18 @@ class Matrix:
     scales: F32 | None
 
     @classmethod
-    def pack(cls, matrix: F32, weights: str) -> "Matrix":
+    def pack(cls, name: str, matrix: F32, weights: str) -> "Matrix":
         """Store a matrix; int8 rounds each row to 127 steps of its largest number."""
         if weights == "float32":
             return cls(program.FLOAT32, matrix, None)
         if weights == "float16":
+            largest = float(np.abs(matrix).max(initial=0))
+            if largest > 65504:
+                raise CheckpointError(f"tensor {name} holds {largest:g}, which float16 can't")
             return cls(program.FLOAT16, matrix.astype(np.float16).view(np.uint16), None)
         scales = np.abs(matrix).max(axis=1, initial=0).astype(np.float32) / np.float32(127)
-        steps = matrix / np.where(scales > 0, scales, 1)[:, None]
+        scales[scales < np.finfo(np.float32).tiny] = 0
+        steps = np.where(scales[:, None] > 0, matrix / np.where(scales > 0, scales, 1)[:, None], 0)
         return cls(program.INT8, np.ascontiguousarray(np.rint(steps), np.int8), scales)
 
 
@@ -54,6 +59,8 @@ class Assembly:
     hidden: int
     eps: float
     weights: str
+    affine: bool  # whether norms have weights
+    inner: int  # width of the MLPs
     named: dict[str, int] = field(default_factory=dict)
     width: int = 0  # numbers for each token that all buffers take
     operations: list[NDArray[np.int64]] = field(default_factory=list)
@@ -93,7 +100,7 @@ class Assembly:
 
     def embed(self, name: str, vocab: int) -> Matrix:
         """h = the rows of the embedding."""
-        matrix = Matrix.pack(self.tensors.take(name, (vocab, self.hidden)), self.weights)
+        matrix = Matrix.pack(name, self.tensors.take(name, (vocab, self.hidden)), self.weights)
         self.add(
             program.EMBED, OUT=self.at("h"), N=vocab, M=self.hidden, WEIGHT=matrix.numbers, SCALE=matrix.scales,
             KIND=matrix.kind,
@@ -109,15 +116,15 @@ class Assembly:
 
     def linear(self, name: str, x: int | str, M: int, N: int, *, bias: bool = False, add_to: str | None = None) -> int:
         """The linear layer of that name, to a new buffer or added to one."""
-        matrix = Matrix.pack(self.tensors.take(f"{name}.weight", (N, M)), self.weights)
+        matrix = Matrix.pack(name, self.tensors.take(f"{name}.weight", (N, M)), self.weights)
         shift = self.tensors.take(f"{name}.bias", (N,)) if bias else None
         y = self.buffer(N) if add_to is None else self.at(add_to)
         self.matmul(matrix, x, y, N, M, shift, add=add_to is not None)
         return y
 
     def norm(self, name: str, x: int | str, y: int | str, width: int, eps: float, groups: int = 1) -> None:
-        """RMSNorm of groups of numbers; a checkpoint without the weight has none."""
-        weight = self.tensors.take(f"{name}.weight", (width,)) if f"{name}.weight" in self.tensors else None
+        """RMSNorm of groups of numbers."""
+        weight = self.tensors.take(f"{name}.weight", (width,)) if self.affine else None
         self.add(program.NORM, A=self.at(x), OUT=self.at(y), N=groups, M=width, WEIGHT=weight, REAL=float(eps))
 
     def act(self, kind: str, x: int, N: int) -> None:
@@ -173,7 +180,7 @@ class Assembly:
         self.norm(f"{at}.attn_norm", "h", "x", self.hidden, self.eps)
         self.layers.append(mixer(config, self, index))
         self.norm(f"{at}.mlp_norm", "h", "x", self.hidden, self.eps)
-        inner = self.tensors.shape(f"{at}.mlp.gate_proj.weight")[0]
+        inner = self.inner
         gate = self.linear(f"{at}.mlp.gate_proj", "x", self.hidden, inner)
         up = self.linear(f"{at}.mlp.up_proj", "x", self.hidden, inner)
         self.act_multiply("swish", gate, up, up, inner)

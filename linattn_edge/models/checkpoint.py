@@ -19,10 +19,10 @@ MAX_HEADER = 100 << 20
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json as a dictionary."""
     path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path}: there is no such file; expected a folder in Hugging Face format")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: there is no such file; expected a folder in Hugging Face format") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable as JSON ({error})") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
@@ -41,6 +41,7 @@ class Tensors:
                     raise CheckpointError(f"{path}: tensor {name} is in {self._where[name][0].name} too")
                 self._where[name] = entry
         self._left = set(self._where)
+        self._folder = folder
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
@@ -84,7 +85,7 @@ class Tensors:
 
     def _entry(self, name: str) -> tuple[Path, str, list[int], int, int]:
         if name not in self._where:
-            raise CheckpointError(f"tensor {name} is missing")
+            raise CheckpointError(f"{self._folder}: tensor {name} is missing")
         return self._where[name]
 
 
@@ -104,6 +105,8 @@ def _files(folder: Path) -> list[Path]:
 
 def _header(path: Path) -> dict[str, tuple[Path, str, list[int], int, int]]:
     """Where each tensor of a safetensors file is: (file, dtype, shape, first byte, bytes)."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: there is no such file")
     try:
         total = path.stat().st_size
         with path.open("rb") as file:
@@ -111,8 +114,6 @@ def _header(path: Path) -> dict[str, tuple[Path, str, list[int], int, int]]:
             if total < 8 or length > min(total - 8, MAX_HEADER):
                 raise CheckpointError(f"{path}: not a safetensors file, or cut off")
             header = json.loads(file.read(length))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: there is no such file") from None
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -127,7 +128,8 @@ def _header(path: Path) -> dict[str, tuple[Path, str, list[int], int, int]]:
             dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
             sizes = [n for n in shape if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
             count = int(np.prod(sizes, dtype=object)) if sizes else 1
-            good = len(sizes) == len(shape) and 0 <= begin <= end <= total - 8 - length
+            good = type(begin) is int and type(end) is int and isinstance(dtype, str)
+            good = good and len(sizes) == len(shape) and 0 <= begin <= end <= total - 8 - length
             if dtype in DTYPES:
                 good = good and end - begin == count * np.dtype(DTYPES[dtype]).itemsize
         except (KeyError, TypeError, ValueError):

@@ -1,6 +1,5 @@
 """Choosing the next token: greedy, temperature, top-k and top-p, the same for the same seed on every run."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,12 +9,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from linattn_edge.arrays import to_array, whole
 from linattn_edge.errors import NotFiniteError, ShapeError
+from linattn_edge.models.state import ModelState
 
 if TYPE_CHECKING:
     from linattn_edge.models.model import Model
-    from linattn_edge.models.state import ModelState
 
 Logits = NDArray[np.float32]
+REAL = (int, float, np.integer, np.floating)
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Sampler:
 
     def __post_init__(self) -> None:
         number = self.temperature
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < math.inf:
-            raise ValueError(f"temperature: expected a number from 0, got {number!r}")
+        if not isinstance(number, REAL) or isinstance(number, bool) or not 0 <= number <= 1e6:
+            raise ValueError(f"temperature: expected a number from 0 to 1e6, got {number!r}")
         if self.top_k is not None:
-            whole("top_k", self.top_k, 1)
+            whole("top_k", self.top_k, 1, 2**31)
         p = self.top_p
-        if p is not None and (isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 < p <= 1):
+        if p is not None and (isinstance(p, bool) or not isinstance(p, REAL) or not 0 < p <= 1):
             raise ValueError(f"top_p: expected a number above 0, at most 1, got {p!r}")
 
     def probabilities(self, logits: Logits) -> NDArray[np.float64]:
@@ -74,7 +74,7 @@ def generate(
     sampler: Sampler,
     seed: int | None,
     stop: Sequence[int],
-    state: "ModelState | None",
+    state: ModelState | None,
 ) -> Iterator[int]:
     """Check everything at once, then give tokens one by one; see `Model.generate`."""
     ids = to_array("prompt", prompt)
@@ -84,10 +84,14 @@ def generate(
         raise ShapeError("prompt: expected at least one id")
     if max_tokens is not None:
         whole("max_tokens", max_tokens, 0)
+    if not isinstance(stop, (Sequence, set, frozenset, np.ndarray)) or isinstance(stop, (str, bytes)):
+        raise TypeError(f"stop: expected ids, got {stop!r}")
+    if seed is not None:
+        whole("seed", seed, 0)
     ends = frozenset(whole("stop", token, 0, model.vocab_size - 1) for token in stop)
     if state is None:
         state = model.init_state(1)
-    elif state.batch_size != 1:
+    elif isinstance(state, ModelState) and state.batch_size != 1:
         raise ShapeError(f"state: generate runs one stream, got {state.batch_size}")
     model._ids(ids[None], state, 2)
     random = np.random.default_rng(seed)
@@ -95,7 +99,7 @@ def generate(
 
 
 def _tokens(
-    model: "Model", ids: Any, most: int | None, sampler: Sampler, random: Any, ends: frozenset[int], state: "ModelState"
+    model: "Model", ids: Any, most: int | None, sampler: Sampler, random: Any, ends: frozenset[int], state: ModelState
 ) -> Iterator[int]:
     logits = model.prefill(ids[None], state, logits="last")[0]
     made = 0

@@ -15,7 +15,7 @@ from linattn_edge.models.architectures import ARCHITECTURES, Config
 from linattn_edge.models.assembly import WEIGHTS, Assembly, Matrix
 from linattn_edge.models.checkpoint import Tensors, read_config
 from linattn_edge.models.generate import Sampler, generate
-from linattn_edge.models.state import ModelState
+from linattn_edge.models.state import ModelState, digest
 
 F32 = NDArray[np.float32]
 
@@ -32,13 +32,12 @@ class Model:
     def __init__(self, config: Config, tensors: Tensors, architecture: str, weights: str) -> None:
         hidden, vocab = config.size("hidden_size", 2048), config.size("vocab_size", 32000)
         depth = config.size("num_hidden_layers", 24)
-        eps = float(config.take("norm_eps", 1e-6, (int, float)))
+        eps = config.number("norm_eps", 1e-6, 0, 1e3)
+        assert eps is not None
         tied = config.take("tie_word_embeddings", False, bool)
-        config.take("elementwise_affine", True, (bool, type(None)))
+        affine = bool(config.take("elementwise_affine", True, (bool, type(None))))
         config.only("hidden_act", "swish", "silu")
-        config.take("hidden_ratio", 4, (int, float, type(None)))
-        config.take("intermediate_size", None, (int, type(None)))
-        build = Assembly(tensors, hidden, eps, weights)
+        build = Assembly(tensors, hidden, eps, weights, affine, config.inner(hidden))
         build.buffer(hidden, "h")
         build.buffer(hidden, "x")
         embedding = build.embed("model.embeddings.weight", vocab)
@@ -48,7 +47,7 @@ class Model:
         build.norm("model.norm", "h", "x", hidden, eps)
         head = embedding
         if not tied:
-            head = Matrix.pack(tensors.take("lm_head.weight", (vocab, hidden)), weights)
+            head = Matrix.pack("lm_head.weight", tensors.take("lm_head.weight", (vocab, hidden)), weights)
         elif "lm_head.weight" in tensors:
             tensors.ignore("lm_head.weight")
         self._logits = build.buffer(vocab)
@@ -60,6 +59,7 @@ class Model:
         self.layers = tuple(build.layers)
         self.vocab_size, self.hidden_size = vocab, hidden
         self.weights = weights
+        self._digest = digest(self.layers, self._convolutions)
         self._work: dict[int, F32] = {}
 
     def init_state(self, batch_size: int = 1) -> ModelState:
@@ -71,7 +71,7 @@ class Model:
         ids = self._ids(tokens, state, 1)
         work = self._run(ids, state, 1, None, len(self._operations) // program.WIDTH)
         logits = self._take(work, self._logits, self.vocab_size, len(ids)).copy()
-        self._work[len(ids)] = work
+        self._keep(len(ids), work)
         return logits
 
     def prefill(
@@ -89,6 +89,8 @@ class Model:
         real = None if lengths is None else arrays.lengths_array(lengths, B, T)
         out = np.zeros((B, T, self.vocab_size) if logits == "all" else (B, self.vocab_size), np.float32)
         last = np.zeros((B, self.hidden_size), np.float32)
+        if B == 0 or T == 0:
+            return out
         operations = len(self._operations) // program.WIDTH
         for start in range(0, T, BLOCK):
             block = ids[:, start : start + BLOCK]
@@ -97,13 +99,13 @@ class Model:
             work = self._run(block.ravel(), state, n, count, operations if logits == "all" else self._body)
             if logits == "all":
                 out[:, start : start + n] = self._take(work, self._logits, self.vocab_size, B * n).reshape(B, n, -1)
-                self._work[B * n] = work
+                self._keep(B * n, work)
             else:
                 h = self._take(work, 0, self.hidden_size, B * n).reshape(B, n, -1)
                 ends = (T if real is None else real) - 1 - start
                 here = np.broadcast_to((ends >= 0) & (ends < n), B)
                 last[here] = h[np.flatnonzero(here), np.broadcast_to(ends, B)[here]]
-                self._work[B * n] = work
+                self._keep(B * n, work)
         if logits == "all":
             if real is not None:
                 out[np.arange(T) >= real[:, None]] = 0
@@ -144,7 +146,7 @@ class Model:
     def _ids(self, tokens: Any, state: Any, axes: int) -> NDArray[np.int64]:
         if not isinstance(state, ModelState):
             raise StateMismatchError(f"state: expected a ModelState (model.init_state()), got {type(state).__name__}")
-        if [s._fingerprint for s in state.layers] != [layer.fingerprint for layer in self.layers]:
+        if state._digest != self._digest:
             raise StateMismatchError("state: belongs to another model")
         ids = arrays.to_array("tokens", tokens)
         arrays.check_shape("tokens", ids, "B, T" if axes == 2 else "B", (state.batch_size, None)[:axes])
@@ -158,6 +160,12 @@ class Model:
         """Room for all buffers: what the last call of that size left, unless another thread has it."""
         room = self._work.pop(rows, None)
         return np.empty(rows * self._width, np.float32) if room is None else room
+
+    def _keep(self, rows: int, work: F32) -> None:
+        """Leave room for later calls of that size: of one token, and of the last block."""
+        if len(self._work) > 1:
+            self._work.clear()
+        self._work[rows] = work
 
     def _take(self, work: F32, at: int, width: int, rows: int) -> F32:
         return work[at * rows : (at + width) * rows].reshape(rows, width)

@@ -1,6 +1,7 @@
 """ModelState: the states of all layers, and the past tokens of their convolutions."""
 
 import hashlib
+import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,9 @@ class ModelState:
 
     def _own(self, layers: Sequence[State], convolutions: Sequence[Sequence[NDArray[np.float32]]]) -> None:
         """Take these, and write down where everything is."""
+        self._digest = digest(
+            [state._layer for state in layers], [[(a.shape[1], a.shape[2]) for a in each] for each in convolutions]
+        )
         self._layers = tuple(layers)
         self._convolutions = tuple(map(tuple, convolutions))
         places = np.zeros((len(self.layers), program.PLACES), np.int64)
@@ -112,7 +116,7 @@ class ModelState:
                 tensors[f"layers.{i}.z"] = state.z
             if past:
                 tensors[f"layers.{i}.conv"] = np.concatenate(past, axis=1)
-        write_file(path, tensors, {"format_version": FORMAT_VERSION, "layers": _digest(self.layers)})
+        write_file(path, tensors, {"format_version": FORMAT_VERSION, "layers": self._digest})
 
     @classmethod
     def load(
@@ -126,10 +130,11 @@ class ModelState:
 
         tensors, metadata = read_file(path, check)
         position = tensors.get("position")
-        if position is None or position.ndim != 1 or position.dtype != np.int64 or (position < 0).any():
+        good = position is not None and position.ndim == 1 and position.dtype == np.int64
+        if position is None or not good or (position < 0).any() or (position > 2**62).any():
             raise StateMismatchError(f"{path}: position: expected int64 [B] of at least 0")
         state = cls(layers, convolutions, position.size)
-        if metadata["layers"] != _digest(state.layers):
+        if metadata["layers"] != state._digest:
             raise StateMismatchError(f"{path}: belongs to another model")
         expected: dict[str, tuple[int, ...]] = {"position": position.shape}
         for i, (layer, past) in enumerate(zip(state.layers, state.convolutions, strict=True)):
@@ -158,6 +163,11 @@ class ModelState:
                 start += kept.shape[1]
         return state
 
+    def __repr__(self) -> str:
+        return f"ModelState(B={self.batch_size}, {len(self.layers)} layers, {self.nbytes} bytes)"
 
-def _digest(layers: Sequence[State]) -> str:
-    return hashlib.sha256("".join(state._fingerprint for state in layers).encode()).hexdigest()
+
+def digest(layers: Sequence[Layer], convolutions: Sequence[Sequence[tuple[int, int]]]) -> str:
+    """What a state must have in common with a model."""
+    kinds = [(layer.fingerprint, list(map(list, each))) for layer, each in zip(layers, convolutions, strict=True)]
+    return hashlib.sha256(json.dumps(kinds).encode()).hexdigest()

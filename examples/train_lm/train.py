@@ -24,6 +24,7 @@ from torch import nn
 
 KINDS = ("softmax", "linear_attn", "gla")
 CHUNK = 32  # tokens that gla takes at once in training
+LOWEST = -1.0  # log decay of a token: exp(CHUNK) stays in range; the checkpoint says so too (clamp_min)
 SAVE_EVERY = 60.0  # seconds
 
 
@@ -99,7 +100,7 @@ class GatedLinearAttention(Mixer):
 
     def forward(self, x):
         q, k, v = self.qkv(x)
-        g = F.logsigmoid(self.split(self.gk_proj(x))) / 16
+        g = (F.logsigmoid(self.split(self.gk_proj(x))) / 16).clamp_min(LOWEST)
         S = q.new_zeros(*q.shape[:2], self.key, self.value)
         parts = []
         for start in range(0, x.shape[1], CHUNK):
@@ -187,7 +188,7 @@ def config(args: argparse.Namespace) -> dict:
     }
     own = {
         "linear_attn": {"expand_k": 1.0, "feature_map": "elu", "norm_feature_map": True},
-        "gla": {"expand_k": 0.5, "gate_logit_normalizer": 16},
+        "gla": {"expand_k": 0.5, "gate_logit_normalizer": 16, "clamp_min": LOWEST},
     }
     return common | own.get(args.kind, {})
 
@@ -206,7 +207,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5000, help="about half an hour on two cores")
     for name, value in (("width", 128), ("depth", 6), ("heads", 4), ("inner", 352), ("length", 256), ("batch", 16)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--rate", type=float, default=3e-3, help="the highest learning rate")
+    parser.add_argument("--rate", type=float, default=2e-3, help="the highest learning rate")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -256,6 +257,8 @@ def main() -> None:
         batch = torch.stack([train[i : i + args.length + 1] for i in at])
         loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad(set_to_none=True)
+        if not torch.isfinite(loss):
+            raise SystemExit(f"step {step}: the loss is {loss.item()}")
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

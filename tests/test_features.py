@@ -458,3 +458,23 @@ def test_coefficients_beyond_float64_are_refused_in_words(phi):
     """F is small here, but the coefficients are not numbers that a float64 can hold."""
     with pytest.raises(ValueError, match=phi.name):
         la.LinearAttention(1, 1, feature_map=phi)
+
+
+@pytest.mark.parametrize("K", [1, 2, 3, 4])
+@pytest.mark.parametrize("order", range(9))
+def test_packed_and_unpacked_taylor_agree(order, K):
+    """Unpacked: all Kⁿ products of each degree n, x ⊗ … ⊗ x / √n!, as often as they come."""
+
+    def unpacked(x):
+        x = x / K**0.25
+        parts, power = [np.ones(1)], np.ones(1)
+        for n in range(1, order + 1):
+            power = np.kron(power, x)
+            parts.append(power / math.sqrt(math.factorial(n)))
+        return np.concatenate(parts)
+
+    q, k = np.random.default_rng(order * 10 + K).standard_normal((2, 10, K))
+    expected = np.array([unpacked(a) @ unpacked(b) for a, b in zip(q, k, strict=True)])
+    size = np.array([np.linalg.norm(unpacked(a)) * np.linalg.norm(unpacked(b)) for a, b in zip(q, k, strict=True)])
+    assert (np.abs(la.Taylor(order=order).kernel(q, k) - expected) <= 1e-14 * size).all()
+    assert la.Taylor(order=order).dim(K) == math.comb(K + order, order) <= unpacked(q[0]).size

@@ -31,6 +31,7 @@ from linattn_edge.features import (
     feature_map,
 )
 from linattn_edge.softmax import SoftmaxAttention
+from linattn_edge.state import replacing
 from linattn_edge.terminal import progress, table
 
 Array = NDArray[Any]
@@ -308,13 +309,8 @@ def plot(result: Comparison, path: Path) -> None:
         axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=9, frameon=False)
     figure.suptitle(f"{result.tokens}: {result.H} heads, K = {result.K}, V = {result.V}")
-    target = path.resolve()  # a link stays one
-    temporary = target.with_name(f".{target.name}.{time.time_ns()}.tmp")
-    try:
+    with replacing(path) as temporary:
         figure.savefig(temporary, dpi=140, format=path.suffix[1:].lower())
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def label(phi: FeatureMap) -> str:

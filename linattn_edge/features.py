@@ -132,6 +132,10 @@ class FeatureMap:
             if self.heads(side) not in (1, there):
                 raise ShapeError(f"{self.name}: weights for {self.heads(side)} {what} heads, the layer has {there}")
 
+    def check_layer(self, K: int, H: int, HK: int) -> None:
+        """Refuse a layer of these sizes that this map does not fit."""
+        self.check_heads(H, HK)
+
     def check_norms(self, name: str, x: Array, dtype: str) -> None:
         """Refuse vectors [..., K] for which φ would leave the range of dtype. Zeros always pass."""
         limit = self.limit(x.shape[-1], float(np.finfo(dtype).max))
@@ -972,8 +976,9 @@ class FunctionMap(FeatureMap):
     def dim(self, K: int) -> int:
         return whole("FunctionMap: features", self.features(K), 1) if callable(self.features) else self.features
 
-    def check_loop(self, K: int) -> None:
+    def check_layer(self, K: int, H: int, HK: int) -> None:
         """Refuse a loop that makes something else of a vector than the function."""
+        super().check_layer(K, H, HK)
         if self._loop is None:
             return
         x = 0.5 * np.cos(np.arange(1.0, K + 1))

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from linattn_edge.arrays import flag, real_array, whole
 from linattn_edge.errors import ShapeError, StateMismatchError
-from linattn_edge.features import FeatureMap, FunctionMap, feature_map
+from linattn_edge.features import FeatureMap, feature_map
 from linattn_edge.rules import RULES, Rule
 
 FORMAT_VERSION = "1"
@@ -159,9 +159,7 @@ def make_layer(
     HK = min(H, N)
     phi = feature_map(feature_map_)
     F = phi.checked_dim(K)
-    phi.check_heads(H, HK)
-    if isinstance(phi, FunctionMap):
-        phi.check_loop(K)
+    phi.check_layer(K, H, HK)
     if not isinstance(update_rule, str) or update_rule not in RULES:
         raise ValueError(f"update_rule: expected one of {', '.join(RULES)}; got {update_rule!r}")
     rule = RULES[update_rule]

@@ -5,7 +5,7 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +103,6 @@ class State:
         header[layout.EPS_ADD] = layer.eps_mode == "add"
         header[layout.CONSTANT_DECAY] = layer.decay is not None
         header[layout.TAKES_DECAY], header[layout.TAKES_BETA] = layer.rule.decay, layer.rule.beta
-        header[layout.ITEMSIZE] = real.itemsize
         header[[layout.STEP_GROUP, layout.STEP_WORK]] = step.group, step.work
         header[[layout.PREFILL_GROUP, layout.PREFILL_PIECE, layout.PREFILL_WORK]] = prefill
         header[[layout.AT_POSITION, layout.AT_S, layout.AT_Z, layout.AT_WORK, layout.END]] = positions, s, z, work, end
@@ -301,18 +300,13 @@ def layer_of(attn: Any) -> Layer:
     return layer
 
 
-def write_file(path: str | os.PathLike[str], tensors: dict[str, Array], metadata: dict[str, str]) -> None:
-    """Write a safetensors file under a temporary name and rename it: a crash leaves the old file whole."""
-    from safetensors.numpy import save
-
-    data = save({name: np.ascontiguousarray(a) for name, a in tensors.items()}, metadata)
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary name to write to, renamed to `path` at the end: a crash or an error leaves the old file whole."""
     target = Path(os.path.realpath(path))  # a link stays one
     temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
         if target.exists():
             temporary.chmod(stat.S_IMODE(target.stat().st_mode))
         os.replace(temporary, target)
@@ -320,6 +314,17 @@ def write_file(path: str | os.PathLike[str], tensors: dict[str, Array], metadata
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def write_file(path: str | os.PathLike[str], tensors: dict[str, Array], metadata: dict[str, str]) -> None:
+    """Write a safetensors file, atomically."""
+    from safetensors.numpy import save
+
+    data = save({name: np.ascontiguousarray(a) for name, a in tensors.items()}, metadata)
+    with replacing(path) as temporary, open(temporary, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_file(

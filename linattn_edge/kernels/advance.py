@@ -19,12 +19,11 @@ from linattn_edge.kernels import crew, layout, maths, sweep
 from linattn_edge.kernels.columns import place, types_of
 from linattn_edge.kernels.jit import call, core, device
 from linattn_edge.kernels.lanes import address, at_address, part, prefetch
-from linattn_edge.kernels.layout import PAD, READ, WIDE, WRITE
-from linattn_edge.kernels.phi import AHEAD
+from linattn_edge.kernels.layout import AHEAD, PAD, READ, WIDE, WRITE
 
 B, H, HK, N, K, V, F, VP = (getattr(layout, name) for name in ("B", "H", "HK", "N", "K", "V", "F", "VP"))
 
-exp = maths.exp
+dot, exp = maths.dot, maths.exp
 
 
 @device
@@ -51,14 +50,6 @@ def advance_z(z, k, decay, q):
     for i in range(z.size):
         z[i] = decay[i] * z[i] + k[i]
         total += q[i] * z[i]
-    return total
-
-
-@device
-def dot(a, b):
-    total = a.dtype.type(0)
-    for i in range(a.size):
-        total += a[i] * b[i]
     return total
 
 
@@ -263,7 +254,7 @@ def _build(dtype: str) -> Callable[..., int]:
                                     dens[(t * G + i) * r] = scale / divisor(den, eps, add)
                                     j = 1
                                 while j < r and mode != WRITE:
-                                    den = dot(part(qs, x + j * F_, F_), zn)
+                                    den = dot(qs, x + j * F_, zn)
                                     dens[(t * G + i) * r + j] = scale / divisor(den, eps, add)
                                     j += 1
                     told[sweep.GROUP], told[sweep.FIRST_HEAD], told[sweep.COUNT] = G, n, count

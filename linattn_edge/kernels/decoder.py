@@ -194,7 +194,7 @@ def convolve(x, past, B, T, lengths, N, M, w, biases):
 
 
 def _build() -> Callable[..., int]:
-    def decode(ops, count, tokens, lengths, places, work, scratch, B, T, control):
+    def decode(ops, count, tokens, lengths, places, work, scratch, B, T):
         """Run `count` operations on tokens [B * T]; lengths [B] or empty. Returns a layout code.
 
         work: all buffers for B * T tokens; scratch: bytes for a prefill of the hungriest layer; places: addresses of
@@ -267,7 +267,7 @@ def _build() -> Callable[..., int]:
                     piece, group = header[layout.PREFILL_PIECE], header[layout.PREFILL_GROUP]
                     piece = T if piece > T else piece
                 run(
-                    state, plan, control, room, x, other, value, g, part(work, 0, 0), lengths, y, T, width, STEP, piece,
+                    state, plan, 0, room, x, other, value, g, part(work, 0, 0), lengths, y, T, width, STEP, piece,
                     group,
                 )  # fmt: skip
         return layout.OK
@@ -284,5 +284,5 @@ def decode() -> Callable[..., int]:
 
     word = types.int64
     arrays = taken(types.float32), taken(types.uint8)
-    signature = (taken(word), word, taken(word), taken(word), taken(word), *arrays, word, word, word)
+    signature = (taken(word), word, taken(word), taken(word), taken(word), *arrays, word, word)
     return kernel(_build(), "decode", signature)

@@ -58,7 +58,7 @@ def device(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def large(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for a function too large to inline: whoever calls it does not compile it again."""
+    """The same for a function too large to inline, or that is called from many places."""
     return register_jitable(no_cfunc_wrapper=True)(fn)
 
 

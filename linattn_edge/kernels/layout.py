@@ -13,7 +13,6 @@ B, H, HK, N, K, V, F, VP = range(8)  # sizes: streams, query heads, key heads, s
 RULE, PLAIN = 8, 9  # which loop; 1 where φ is the identity
 NORMALIZE, QK_NORM, EPS_ADD, CONSTANT_DECAY = 10, 11, 12, 13  # 0 or 1
 TAKES_DECAY, TAKES_BETA = 14, 15
-ITEMSIZE = 16  # of the numbers that it is computed in
 AT_POSITION, AT_S, AT_Z, AT_WORK, END = 17, 18, 19, 20, 21  # byte offsets
 SCALE, EPS = 22, 23  # float64, stored as their bits
 STEP_GROUP, STEP_WORK = 24, 25  # how a step is packed: state heads at once, bytes of scratch
@@ -37,6 +36,7 @@ WIDE = 32  # columns handled at once where V allows
 PIECE_TOKENS = 64  # tokens packed together in a prefill, at most
 GROUP_WIDTH = 256  # features that the heads packed together in a prefill have, at least: rows are read a KiB at a time
 WORK_BYTES = 1 << 18  # scratch stays near this, in cache
+AHEAD = 4  # tokens from which on rows are asked for before they are packed
 PAD = 16  # numbers between packed rows, so that their addresses differ in more than a power of two
 WORTH_SHARING = 1 << 20  # bytes of state, times tokens, from which a call may ask for helpers: waking one costs some µs
 

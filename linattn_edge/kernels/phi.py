@@ -9,8 +9,7 @@ from numba import types
 from linattn_edge.features import MAPS, FeatureMap, Identity
 from linattn_edge.kernels.jit import core, device
 from linattn_edge.kernels.lanes import at_address, part, prefetch
-
-AHEAD = 4
+from linattn_edge.kernels.layout import AHEAD
 
 
 @device

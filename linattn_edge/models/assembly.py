@@ -180,9 +180,8 @@ class Assembly:
         self.norm(f"{at}.attn_norm", "h", "x", self.hidden, self.eps)
         self.layers.append(mixer(config, self, index))
         self.norm(f"{at}.mlp_norm", "h", "x", self.hidden, self.eps)
-        inner = self.inner
-        gate = self.linear(f"{at}.mlp.gate_proj", "x", self.hidden, inner)
-        up = self.linear(f"{at}.mlp.up_proj", "x", self.hidden, inner)
-        self.act_multiply("swish", gate, up, up, inner)
-        self.linear(f"{at}.mlp.down_proj", up, inner, self.hidden, add_to="h")
+        gate = self.linear(f"{at}.mlp.gate_proj", "x", self.hidden, self.inner)
+        up = self.linear(f"{at}.mlp.up_proj", "x", self.hidden, self.inner)
+        self.act_multiply("swish", gate, up, up, self.inner)
+        self.linear(f"{at}.mlp.down_proj", up, self.inner, self.hidden, add_to="h")
         self.most, self.width = max(self.most, self.width), start  # the next block uses the room again

@@ -46,10 +46,6 @@ class Tensors:
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
-    def shape(self, name: str) -> list[int]:
-        """The shape of a tensor."""
-        return self._entry(name)[2]
-
     def take(self, name: str, shape: Iterable[int]) -> F32:
         """A tensor of exactly that shape, as float32."""
         path, dtype, found, start, size = self._entry(name)

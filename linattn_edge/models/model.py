@@ -99,24 +99,23 @@ class Model:
             work = self._run(block.ravel(), state, n, count, operations if logits == "all" else self._body)
             if logits == "all":
                 out[:, start : start + n] = self._take(work, self._logits, self.vocab_size, B * n).reshape(B, n, -1)
-                self._keep(B * n, work)
             else:
                 h = self._take(work, 0, self.hidden_size, B * n).reshape(B, n, -1)
                 ends = (T if real is None else real) - 1 - start
                 here = np.broadcast_to((ends >= 0) & (ends < n), B)
                 last[here] = h[np.flatnonzero(here), np.broadcast_to(ends, B)[here]]
-                self._keep(B * n, work)
+            self._keep(B * n, work)
         if logits == "all":
             if real is not None:
                 out[np.arange(T) >= real[:, None]] = 0
             return out
-        if B and T:
-            work = self._buffers(B)
-            self._take(work, 0, self.hidden_size, B)[...] = last
-            self._call(self._operations[self._body * program.WIDTH :], work, np.zeros(B, np.int64), state, 1, None, 2)
-            out[...] = self._take(work, self._logits, self.vocab_size, B)
-            if real is not None:
-                out[real == 0] = 0
+        work = self._buffers(B)
+        self._take(work, 0, self.hidden_size, B)[...] = last
+        head = self._operations[self._body * program.WIDTH :]
+        self._call(head, work, np.zeros(B, np.int64), state, 1, None, len(head) // program.WIDTH)
+        out[...] = self._take(work, self._logits, self.vocab_size, B)
+        if real is not None:
+            out[real == 0] = 0
         return out
 
     def generate(
@@ -183,7 +182,7 @@ class Model:
 
         lengths = np.zeros(0, np.int64) if lengths is None else np.ascontiguousarray(lengths, np.int64)
         code = decoder.decode()(
-            operations, count, ids, lengths, state._places, work, state._scratch, state.batch_size, T, 0
+            operations, count, ids, lengths, state._places, work, state._scratch, state.batch_size, T
         )
         assert code == layout.OK
 

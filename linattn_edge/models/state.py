@@ -30,13 +30,14 @@ class ModelState:
         self._own(
             [State(layer, B) for layer in layers],
             [[np.zeros((B, *shape), np.float32) for shape in each] for each in convolutions],
+            digest(layers, convolutions),
         )
 
-    def _own(self, layers: Sequence[State], convolutions: Sequence[Sequence[NDArray[np.float32]]]) -> None:
+    def _own(
+        self, layers: Sequence[State], convolutions: Sequence[Sequence[NDArray[np.float32]]], digest_: str
+    ) -> None:
         """Take these, and write down where everything is."""
-        self._digest = digest(
-            [state._layer for state in layers], [[(a.shape[1], a.shape[2]) for a in each] for each in convolutions]
-        )
+        self._digest = digest_
         self._layers = tuple(layers)
         self._convolutions = tuple(map(tuple, convolutions))
         places = np.zeros((len(self.layers), program.PLACES), np.int64)
@@ -74,14 +75,15 @@ class ModelState:
         return sum(s.nbytes for s in self.layers) + sum(a.nbytes for each in self.convolutions for a in each)
 
     @classmethod
-    def _made(cls, layers: Sequence[State], convolutions: Sequence[Sequence[Any]]) -> "ModelState":
+    def _made(cls, layers: Sequence[State], convolutions: Sequence[Sequence[Any]], digest_: str) -> "ModelState":
         other = object.__new__(cls)
-        other._own(layers, convolutions)
+        other._own(layers, convolutions, digest_)
         return other
 
     def copy(self) -> "ModelState":
         """An independent copy."""
-        return self._made([s.copy() for s in self.layers], [[a.copy() for a in each] for each in self.convolutions])
+        past = [[a.copy() for a in each] for each in self.convolutions]
+        return self._made([s.copy() for s in self.layers], past, self._digest)
 
     def __copy__(self) -> "ModelState":
         return self.copy()
@@ -90,13 +92,13 @@ class ModelState:
         return self.copy()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ModelState._made, (self._layers, self._convolutions)
+        return ModelState._made, (self._layers, self._convolutions, self._digest)
 
     def select(self, rows: ArrayLike) -> "ModelState":
         """The streams of these rows, in that order, repeats allowed: beam reorder, fork, drop."""
         chosen = row_indices(rows, self.batch_size)
         past = [[np.ascontiguousarray(a[chosen]) for a in each] for each in self.convolutions]
-        return self._made([s.select(rows) for s in self.layers], past)
+        return self._made([s.select(rows) for s in self.layers], past, self._digest)
 
     def reset(self, rows: ArrayLike | None = None) -> None:
         """Start these streams anew (all by default), in place."""

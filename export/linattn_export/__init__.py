@@ -12,7 +12,7 @@ A file says in its metadata how it is driven: `read_contract`.
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 from linattn_edge.state import layer_of
 from linattn_export.contract import Contract, read_contract
@@ -66,10 +66,10 @@ def export_layer(
     Raises ValueError where something is not supported, naming it; TypeError where `attn` is not a layer; ImportError
     where onnx is not installed.
     """
-    from linattn_export import layer
+    from linattn_export import files, layer
 
     graph, contract = layer.layer_graph(layer_of(attn), flavor, opset, dtype, decay, batch_size, tokens)
-    layer.write(graph.model("linattn_edge_layer", contract.metadata()), path)
+    files.write(graph.model("linattn_edge_layer", contract.metadata()), path)
     return contract
 
 
@@ -79,9 +79,37 @@ def export_model(
     flavor: Flavor = "fused",
     opset: int | None = None,
     names: Literal["genai", "transformers.js"] = "genai",
-) -> None:
-    """Write `model` to `path` as an ONNX graph; `names` says how its state tensors are called."""
-    _missing("export_model")
+    *,
+    batch_size: int | None = None,
+    tokens: int | None = None,
+) -> Contract:
+    """Write a model to `path` as one ONNX graph with the states of all layers; gives the file's contract.
+
+    Inputs: input_ids int64 [B, T], and of each layer i its past state float32 [B, N, F, V] (V + 1 with z as the last
+    column) and, where it has short convolutions, their past tokens [B, channels, kernel - 1]. Outputs: logits float32
+    [B, T, vocab], and the present states. Matrices are written as the model keeps them (`load_model(weights=...)`):
+    float32, float16, or int8 with a scale for each row; "fused" multiplies int8 by MatMulNBits, which rounds the
+    activations to int8 too, the other flavors by float32. The file is replaced as a whole or not at all. Where weights
+    have 2 GB or more, they go to a second file, named after the first one and its content.
+
+    Args:
+        model: what `load_model` gives.
+        names: of the states: "genai" for past_key_values.{i}.recurrent_state and present.{i}.recurrent_state (and
+            conv_state), "transformers.js" for past_recurrent.{i} and present_recurrent.{i} (and past_conv.{i}).
+        path, flavor, opset, batch_size, tokens: as for `export_layer`.
+
+    Raises ValueError where something is not supported, naming it; TypeError where `model` is not a model; ImportError
+    where onnx is not installed.
+    """
+    from linattn_edge.models import Model
+    from linattn_export import files
+    from linattn_export.model import model_graph
+
+    if not isinstance(model, Model):
+        raise TypeError(f"model: expected a Model (linattn_edge.load_model), got {type(model).__name__}")
+    graph, contract = model_graph(model, flavor, opset, names, batch_size, tokens)
+    files.write(graph.model("linattn_edge_model", contract.metadata()), path)
+    return contract
 
 
 def verify(path: Path, attn_or_model: Any, runtimes: Sequence[str] = ("onnxruntime",)) -> "Report":
@@ -95,7 +123,3 @@ def verify(path: Path, attn_or_model: Any, runtimes: Sequence[str] = ("onnxrunti
     from linattn_export import parity
 
     return parity.verify(path, attn_or_model, runtimes)
-
-
-def _missing(name: str) -> NoReturn:
-    raise NotImplementedError(f"linattn_export.{name}: the ONNX exporter is not in this version yet")

@@ -31,7 +31,8 @@ def attend(graph: Graph, parts: Parts) -> tuple[Tokens, str]:
     layer, N = parts.layer, parts.layer.N
     readers = parts.q.heads // N
     q = _queries(graph, parts.q, N)
-    k, kT = (graph.node("Transpose", split(graph, parts.k).value, perm=p) for p in ([0, 2, 1, 3], [0, 2, 3, 1]))
+    k = graph.node("Transpose", split(graph, parts.k).value, perm=[0, 2, 1, 3])
+    kT = graph.node("Transpose", k, perm=[0, 1, 3, 2])
     u = graph.node("Transpose", split(graph, parts.v).value, perm=[0, 2, 1, 3])
     decays = _decays(graph, parts)
 
@@ -50,13 +51,17 @@ def attend(graph: Graph, parts: Parts) -> tuple[Tokens, str]:
             from_past["k"] = graph.node("Mul", k, w)
         known = graph.node("MatMul", from_past["k"], parts.past, hint="known")
         among = decays.pairs(k, k, kT, 1) if decays is not None else graph.node("MatMul", k, kT)
-        among = graph.node("Where", strict(graph, "bool"), among, graph.constant(0.0))
-        inverse = _inverse(graph, graph.node("Mul", among, beta))
+        among = graph.node("Trilu", among, graph.constant(-1, "int64"), upper=0)
+        L = graph.node("Mul", among, beta)
+        inverse = _inverse(graph, L)
         missing = graph.node("Mul", graph.node("Sub", u, known), beta)
-        u = graph.node("MatMul", inverse, missing, hint="change")
+        u = graph.node("MatMul", inverse, missing)
+        # once more with what is left: the inverse of strongly correlated keys loses a digit
+        left = graph.node("Sub", graph.node("Sub", missing, u), graph.node("MatMul", L, u))
+        u = graph.node("Add", u, graph.node("MatMul", inverse, left), hint="change")
     below = graph.node("Concat", u, parts.past, axis=2, hint="u_and_past")
     sees = decays.pairs(q, k, kT, readers) if decays is not None else graph.node("MatMul", q, shared(kT))
-    sees = graph.node("Where", lower(graph, "bool"), sees, graph.constant(0.0))
+    sees = graph.node("Trilu", sees, upper=0)
     both = graph.node("Concat", sees, from_past["q"], axis=-1)
     y = finished(graph, layer, graph.node("MatMul", both, shared(below)))
     if layer.scale != 1:

@@ -45,7 +45,8 @@ class ChannelDecay:
 
     def _counted(self) -> str:
         graph = self.graph
-        return graph.node("Div", graph.node("Add", graph.token_count(), graph.ints(TILE - 1)), graph.ints(TILE))
+        count = graph.node("Div", graph.node("Add", graph.token_count(), graph.ints(TILE - 1)), graph.ints(TILE))
+        return graph.node("Max", count, graph.ints(1))  # in a Reshape a 0 would mean something else
 
     def _padding(self, axes: int) -> str:
         """The pads of a tensor of that many axes, whose third is T."""

@@ -1,11 +1,9 @@
 """One layer as an ONNX file: its inputs, outputs and state around `attention`."""
 
-import os
 from typing import Any
 
 from linattn_edge.arrays import whole
 from linattn_edge.layer import Layer
-from linattn_edge.state import replacing
 from linattn_export.attention import FLAVORS, attention, positions
 from linattn_export.contract import Carried, Contract, Tensor
 from linattn_export.graph import Graph, need
@@ -109,13 +107,3 @@ def check_opset(flavor: str, opset: int | None) -> int:
 def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name}: expected one of {', '.join(allowed)}; got {value!r}")
-
-
-def write(model: Any, path: str | os.PathLike[str]) -> None:
-    """Check a model and write it, atomically."""
-    onnx = need("onnx")
-    onnx.checker.check_model(model, full_check=True)
-    with replacing(path) as temporary, open(temporary, "xb") as file:
-        file.write(model.SerializeToString())
-        file.flush()
-        os.fsync(file.fileno())

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,14 +11,17 @@ import numpy as np
 from linattn_edge import reference
 from linattn_edge.kernels.layout import STEP
 from linattn_edge.layer import Layer
+from linattn_edge.models import Model
 from linattn_edge.state import layer_of
 from linattn_export.contract import Contract, read_contract
 from linattn_export.graph import Array
-from linattn_export.handover import check_same
+from linattn_export.handover import check_belongs, feeds_of
 from linattn_export.runtimes import Run, open_file
 
 Path = str | os.PathLike[str]
 BOUNDS = {"float32": 2e-5, "float16": 1e-3}  # relative RMS error of a row of the batch
+# where int8 products round the activations too; the bits per byte of a model hardly change by that (4th digit)
+ROUNDED = {"logits": 0.1, "states": 0.3}
 
 
 class ParityError(ValueError):
@@ -92,14 +95,17 @@ class Case:
 def verify(path: Path, attn_or_model: Any, runtimes: Sequence[str] = ("onnxruntime",)) -> Report:
     """See `linattn_export.verify`."""
     contract = read_contract(path)
-    layer = layer_of(attn_or_model)
-    check_same(contract, layer, path)
+    check_belongs(contract, attn_or_model, path)
     if isinstance(runtimes, str) or not runtimes:
         raise ValueError(f"runtimes: expected a list of names, got {runtimes!r}")
     ready = {name: open_file(name, path) for name in runtimes}
     figures = []
     for number, case in enumerate(cases(contract)):
-        problem = LayerProblem(contract, layer, case, seed=number)
+        problem: LayerProblem | ModelProblem
+        if isinstance(attn_or_model, Model):
+            problem = ModelProblem(contract, attn_or_model, case, seed=number)
+        else:
+            problem = LayerProblem(contract, layer_of(attn_or_model), case, seed=number)
         for name, run in ready.items():
             figures += problem.figures(name, run)
     report = Report(os.fspath(path), contract.flavor, tuple(figures))
@@ -185,24 +191,55 @@ class LayerProblem:
     def figures(self, runtime: str, run: Run) -> list[Figure]:
         """Run the graph piece by piece on its own state, and compare."""
         case, dtype = self.case, self.contract.outputs[0].dtype
-        start = case.before
-        held: dict[str, Array] = {"recurrent": self.S, "position": np.full(case.streams, start, np.int64)}
-        carried = {entry.past: held[entry.holds] for entry in self.contract.states}
-        pieces = []
-        for length in case.lengths:
-            feeds = {n: np.ascontiguousarray(a[:, start : start + length]) for n, a in self.tokens.items()}
-            found = run(feeds | carried)
-            pieces.append(found["output"])
-            carried = {entry.past: found[entry.present] for entry in self.contract.states}
-            start += length
-        got = {"output": np.concatenate(pieces, axis=1), "present_state": carried["past_state"]}
+        position = np.full(case.streams, case.before, np.int64)
+        held: dict[str, Array] = {"recurrent": self.S, "position": position}
+        first = {entry.past: held[entry.holds] for entry in self.contract.states}
+        y, last = drive(run, self.contract, case, self.tokens, first)
+        got = {"output": y, "present_state": last["past_state"]}
         bounds = {"output": BOUNDS[dtype], "present_state": BOUNDS["float32"]}
         errors = {name: error(got[name], self.expected[name]) for name in got}
         figures = [Figure(runtime, case.name, name, errors[name], bounds[name]) for name in got]
-        if "past_position" in carried:
-            same = np.array_equal(carried["past_position"], np.full(case.streams, start))
+        if "past_position" in last:
+            same = np.array_equal(last["past_position"], position + sum(case.lengths))
             figures.append(Figure(runtime, case.name, "present_position", 0.0 if same else math.inf, 0.0))
         return figures
+
+
+class ModelProblem:
+    """Random ids for a model's graph, and what the Python runtime makes of them."""
+
+    def __init__(self, contract: Contract, model: Model, case: Case, seed: int) -> None:
+        self.contract, self.case = contract, case
+        T = case.before + sum(case.lengths)
+        self.ids = np.random.default_rng(seed).integers(0, model.vocab_size, (case.streams, T))
+        state = model.init_state(case.streams)
+        model.prefill(self.ids[:, : case.before], state, logits="last")
+        self.first = feeds_of(contract, state)
+        self.logits = model.prefill(self.ids[:, case.before :], state).astype(np.float64)
+        self.last = feeds_of(contract, state)
+        rounded = model.weights == "int8" and contract.flavor == "fused"
+        self.bounds = ROUNDED if rounded else dict.fromkeys(ROUNDED, BOUNDS["float32"])
+
+    def figures(self, runtime: str, run: Run) -> list[Figure]:
+        """Run the graph piece by piece on its own state, and compare; of all states the worst."""
+        logits, last = drive(run, self.contract, self.case, {"input_ids": self.ids}, self.first)
+        worst = max(error(last[name], want.astype(np.float64)) for name, want in self.last.items())
+        errors = {"logits": error(logits, self.logits), "states": worst}
+        return [Figure(runtime, self.case.name, name, found, self.bounds[name]) for name, found in errors.items()]
+
+
+def drive(
+    run: Run, contract: Contract, case: Case, tokens: Mapping[str, Array], carried: dict[str, Array]
+) -> tuple[Array, dict[str, Array]]:
+    """Run a graph on a case's pieces: its first output at every token, and the states it ends with, by past name."""
+    start, pieces = case.before, []
+    for length in case.lengths:
+        feeds = {n: np.ascontiguousarray(a[:, start : start + length]) for n, a in tokens.items()}
+        found = run(feeds | carried)
+        pieces.append(found[contract.outputs[0].name])
+        carried = {entry.past: found[entry.present] for entry in contract.states}
+        start += length
+    return np.concatenate(pieces, axis=1), carried
 
 
 def error(got: Array, want: Array) -> float:

@@ -38,7 +38,7 @@ def step(graph: Graph, parts: Parts) -> tuple[Tokens, str]:
     if parts.beta is not None:
         known = graph.node("MatMul", graph.reshape(parts.k.value, 0, N, 1, F), S, hint="known")
         v = graph.node("Mul", graph.node("Sub", v, known), graph.reshape(parts.beta, 0, N, 1, 1), hint="change")
-    present = graph.node("Add", S, graph.node("Mul", k, v, hint="written"), hint="state")
+    present = graph.node("Add", S, graph.node("MatMul", k, v, hint="written"), hint="state")
     y = graph.node("MatMul", q, present)
     y = finished(graph, layer, y)
     if layer.scale != 1:

@@ -53,9 +53,11 @@ def openvino(path: str) -> Run:
 
 
 def tract(path: str) -> Run:
-    package = _other("tract")
-    graph = need("onnx").load(path).graph
+    onnx, package = need("onnx"), _other("tract")
+    graph = onnx.load(path).graph
     inputs, outputs = ([value.name for value in side] for side in (graph.input, graph.output))
+    int64 = onnx.TensorProto.INT64
+    counts = [i for i, value in enumerate(graph.output) if value.type.tensor_type.elem_type == int64]
     ready: dict[tuple[Any, ...], Any] = {}  # by the shapes of the inputs, which tract wants to know
 
     def prepare(feeds: Mapping[str, Array]) -> Any:
@@ -69,12 +71,9 @@ def tract(path: str) -> Run:
         if key not in ready:
             ready[key] = prepare(feeds)
         found = ready[key].run([np.ascontiguousarray(feeds[name]) for name in inputs])
-        return {name: numbers(tensor) for name, tensor in zip(outputs, found, strict=True)}
-
-    def numbers(tensor: Any) -> Array:
-        if tensor.datum_type() == package.DatumType.TDIM:  # its own type for what is made of sizes
-            tensor = tensor.convert_to(package.DatumType.I64)
-        return np.array(tensor.to_numpy())
+        for i in counts:  # what is made of sizes has a type of its own, which NumPy can't have
+            found[i] = found[i].convert_to(package.DatumType.I64)
+        return {name: np.array(tensor.to_numpy()) for name, tensor in zip(outputs, found, strict=True)}
 
     return run
 

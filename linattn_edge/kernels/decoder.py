@@ -19,9 +19,9 @@ from linattn_edge.kernels.layout import STEP
 
 exp = maths.exp
 F32 = np.float32
-LANES = 16
+LANES = program.LANES
 _op = operations(LANES)
-load, fma, zero = _op.load, _op.fma, _op.zero
+load, store, fma, mul, zero = _op.load, _op.store, _op.fma, _op.mul, _op.zero
 load_one = operations(1).load
 
 
@@ -58,92 +58,94 @@ def act(kind, x):
 
 
 @device
-def act_all(kind, x, y, count):
-    if kind == program.SILU:  # the usual one, in a loop that vectorises
+def act_all(kind, x, count):
+    """x = act(x). One array, or the compiler could not tell that the loop may run in lanes."""
+    if kind == program.SILU:
         for i in range(count):
             gate = F32(1) / (F32(1) + exp(-abs(x[i])))
-            y[i] = x[i] * (gate if x[i] >= 0 else F32(1) - gate)
+            x[i] *= gate if x[i] >= 0 else F32(1) - gate
     else:
         for i in range(count):
-            y[i] = act(kind, x[i])
+            x[i] = act(kind, x[i])
 
 
 @device
-def finish(y, at, sum_, row, scales, biases, add):
+def multiply(x, by, y, count):
+    """y = x · by"""
+    whole = count // LANES * LANES
+    for i in range(0, whole, LANES):
+        store(y, i, mul(load(x, i), load(by, i)))
+    for i in range(whole, count):
+        y[i] = x[i] * by[i]
+
+
+@device
+def finish(sums, y, at, count, block, scales, biases, add, spare):
+    """Store a block of sums at y[at:], scaled, shifted and added as asked; only `count` of them at the end of a row."""
     if scales.size > 0:
-        sum_ *= scales[row]
+        sums = mul(load(scales, block * LANES), sums)
     if biases.size > 0:
-        sum_ += biases[row]
-    y[at] = y[at] + sum_ if add else sum_
+        sums = fma(F32(1), load(biases, block * LANES), sums)
+    if count >= LANES:
+        store(y, at, fma(F32(1), load(y, at), sums) if add else sums)
+    else:
+        store(spare, 0, sums)
+        for i in range(count):
+            y[at + i] = y[at + i] + spare[i] if add else spare[i]
 
 
 @large
-def matmul(w, x, y, rows, N, M, scales, biases, add):
-    """y [rows, N] = x [rows, M] · wᵀ, w [N, M]: four rows of w for one token, or one row for four tokens, at once."""
-    whole = M // LANES * LANES
-    t = 0
-    while t + 4 <= rows:
-        x0, x1, x2, x3 = t * M, (t + 1) * M, (t + 2) * M, (t + 3) * M
-        for n in range(N):
-            a0 = a1 = a2 = a3 = zero(load(x, x0))
-            for i in range(0, whole, LANES):
-                row = load(w, n * M + i)
-                a0 = fma(row, load(x, x0 + i), a0)
-                a1 = fma(row, load(x, x1 + i), a1)
-                a2 = fma(row, load(x, x2 + i), a2)
-                a3 = fma(row, load(x, x3 + i), a3)
-            s0, s1, s2, s3 = total(a0), total(a1), total(a2), total(a3)
-            for i in range(whole, M):
-                number = number_at(w, n * M + i)
-                s0 += number * x[x0 + i]
-                s1 += number * x[x1 + i]
-                s2 += number * x[x2 + i]
-                s3 += number * x[x3 + i]
-            finish(y, t * N + n, s0, n, scales, biases, add)
-            finish(y, (t + 1) * N + n, s1, n, scales, biases, add)
-            finish(y, (t + 2) * N + n, s2, n, scales, biases, add)
-            finish(y, (t + 3) * N + n, s3, n, scales, biases, add)
-        t += 4
-    while t < rows:
-        at, n = t * M, 0
-        while n + 4 <= N:
-            w0, w1, w2, w3 = n * M, (n + 1) * M, (n + 2) * M, (n + 3) * M
-            a0 = a1 = a2 = a3 = zero(load(x, at))
-            for i in range(0, whole, LANES):
-                token = load(x, at + i)
-                a0 = fma(load(w, w0 + i), token, a0)
-                a1 = fma(load(w, w1 + i), token, a1)
-                a2 = fma(load(w, w2 + i), token, a2)
-                a3 = fma(load(w, w3 + i), token, a3)
-            s0, s1, s2, s3 = total(a0), total(a1), total(a2), total(a3)
-            for i in range(whole, M):
+def matmul(w, x, y, rows, N, M, scales, biases, add, spare):
+    """y [rows, N] = x [rows, M] · wᵀ: one block of w for four tokens, or four blocks for one token, at once."""
+    blocks, step = -(-N // LANES), M * LANES
+    fours = rows // 4 * 4
+    for block in range(blocks):
+        n = block * LANES
+        for t in range(0, fours, 4):
+            x0, x1, x2, x3 = t * M, (t + 1) * M, (t + 2) * M, (t + 3) * M
+            a0 = a1 = a2 = a3 = zero(load(spare, 0))
+            for i in range(M):
+                column = load(w, block * step + i * LANES)
+                a0 = fma(x[x0 + i], column, a0)
+                a1 = fma(x[x1 + i], column, a1)
+                a2 = fma(x[x2 + i], column, a2)
+                a3 = fma(x[x3 + i], column, a3)
+            finish(a0, y, t * N + n, N - n, block, scales, biases, add, spare)
+            finish(a1, y, (t + 1) * N + n, N - n, block, scales, biases, add, spare)
+            finish(a2, y, (t + 2) * N + n, N - n, block, scales, biases, add, spare)
+            finish(a3, y, (t + 3) * N + n, N - n, block, scales, biases, add, spare)
+    for t in range(fours, rows):
+        at, block = t * M, 0
+        while block + 4 <= blocks:
+            w0 = block * step
+            w1, w2, w3 = w0 + step, w0 + 2 * step, w0 + 3 * step
+            a0 = a1 = a2 = a3 = zero(load(spare, 0))
+            for i in range(M):
                 number = x[at + i]
-                s0 += number_at(w, w0 + i) * number
-                s1 += number_at(w, w1 + i) * number
-                s2 += number_at(w, w2 + i) * number
-                s3 += number_at(w, w3 + i) * number
-            finish(y, t * N + n, s0, n, scales, biases, add)
-            finish(y, t * N + n + 1, s1, n + 1, scales, biases, add)
-            finish(y, t * N + n + 2, s2, n + 2, scales, biases, add)
-            finish(y, t * N + n + 3, s3, n + 3, scales, biases, add)
-            n += 4
-        while n < N:
-            a0 = zero(load(x, at))
-            for i in range(0, whole, LANES):
-                a0 = fma(load(w, n * M + i), load(x, at + i), a0)
-            s0 = total(a0)
-            for i in range(whole, M):
-                s0 += number_at(w, n * M + i) * x[at + i]
-            finish(y, t * N + n, s0, n, scales, biases, add)
-            n += 1
-        t += 1
+                a0 = fma(number, load(w, w0 + i * LANES), a0)
+                a1 = fma(number, load(w, w1 + i * LANES), a1)
+                a2 = fma(number, load(w, w2 + i * LANES), a2)
+                a3 = fma(number, load(w, w3 + i * LANES), a3)
+            n = block * LANES
+            finish(a0, y, t * N + n, N - n, block, scales, biases, add, spare)
+            finish(a1, y, t * N + n + LANES, N - n - LANES, block + 1, scales, biases, add, spare)
+            finish(a2, y, t * N + n + 2 * LANES, N - n - 2 * LANES, block + 2, scales, biases, add, spare)
+            finish(a3, y, t * N + n + 3 * LANES, N - n - 3 * LANES, block + 3, scales, biases, add, spare)
+            block += 4
+        while block < blocks:
+            a0 = zero(load(spare, 0))
+            for i in range(M):
+                a0 = fma(x[at + i], load(w, block * step + i * LANES), a0)
+            finish(a0, y, t * N + block * LANES, N - block * LANES, block, scales, biases, add, spare)
+            block += 1
 
 
 @device
 def embed(w, tokens, y, rows, M, scales):
     for t in range(rows):
+        row = tokens[t] // LANES * M * LANES + tokens[t] % LANES
         for i in range(M):
-            number = number_at(w, tokens[t] * M + i)
+            number = number_at(w, row + i * LANES)
             y[t * M + i] = number * scales[tokens[t]] if scales.size > 0 else number
 
 
@@ -197,10 +199,11 @@ def _build() -> Callable[..., int]:
     def decode(ops, count, tokens, lengths, places, work, scratch, B, T):
         """Run `count` operations on tokens [B * T]; lengths [B] or empty. Returns a layout code.
 
-        work: all buffers for B * T tokens; scratch: bytes for a prefill of the hungriest layer; places: addresses of
-        each layer's state and past tokens of convolutions, program.PLACES a layer.
+        work: all buffers for B * T tokens, and program.LANES numbers more; scratch: bytes for a prefill of the
+        hungriest layer; places: addresses of each layer's state and past tokens of convolutions, PLACES a layer.
         """
         rows = B * T
+        spare = part(work, work.size - program.LANES, program.LANES)
         for number in range(count):
             op = at_address(address(ops) + number * program.WIDTH * 8, program.WIDTH, np.int64)
             code, N, M, kind = op[program.CODE], op[program.N], op[program.M], op[program.KIND]
@@ -208,32 +211,32 @@ def _build() -> Callable[..., int]:
             y = rest(work, op[program.OUT] * rows)
             reals = at_address(address(op) + 8 * program.REAL, 1, np.float64)
             weight, extra = op[program.WEIGHT], op[program.EXTRA]
-            scales = at_address(op[program.SCALE], N if op[program.SCALE] != 0 else 0, np.float32)
+            blocked = program.LANES * -(-N // program.LANES)
+            scales = at_address(op[program.SCALE], blocked if op[program.SCALE] != 0 else 0, np.float32)
             if code == program.EMBED:
                 if kind == program.INT8:
-                    embed(at_address(weight, N * M, np.int8), tokens, y, rows, M, scales)
+                    embed(at_address(weight, blocked * M, np.int8), tokens, y, rows, M, scales)
                 elif kind == program.FLOAT16:
-                    embed(at_address(weight, N * M, np.uint16), tokens, y, rows, M, scales)
+                    embed(at_address(weight, blocked * M, np.uint16), tokens, y, rows, M, scales)
                 else:
-                    embed(at_address(weight, N * M, np.float32), tokens, y, rows, M, scales)
+                    embed(at_address(weight, blocked * M, np.float32), tokens, y, rows, M, scales)
             elif code == program.NORM:
                 weights = at_address(weight, M if weight != 0 else 0, np.float32)
                 norm(x, y, rows * N, M, weights, F32(reals[0]))
             elif code == program.MATMUL or code == program.ADD_MATMUL:
                 add = code == program.ADD_MATMUL
-                biases = at_address(extra, N if extra != 0 else 0, np.float32)
+                biases = at_address(extra, blocked if extra != 0 else 0, np.float32)
                 if kind == program.INT8:
-                    matmul(at_address(weight, N * M, np.int8), x, y, rows, N, M, scales, biases, add)
+                    matmul(at_address(weight, blocked * M, np.int8), x, y, rows, N, M, scales, biases, add, spare)
                 elif kind == program.FLOAT16:
-                    matmul(at_address(weight, N * M, np.uint16), x, y, rows, N, M, scales, biases, add)
+                    matmul(at_address(weight, blocked * M, np.uint16), x, y, rows, N, M, scales, biases, add, spare)
                 else:
-                    matmul(at_address(weight, N * M, np.float32), x, y, rows, N, M, scales, biases, add)
+                    matmul(at_address(weight, blocked * M, np.float32), x, y, rows, N, M, scales, biases, add, spare)
             elif code == program.ACT:
-                act_all(extra, x, y, rows * N)
+                act_all(extra, x, rows * N)
             elif code == program.ACT_MULTIPLY:
-                act_all(extra, x, x, rows * N)
-                for i in range(rows * N):
-                    y[i] = x[i] * other[i]
+                act_all(extra, x, rows * N)
+                multiply(x, other, y, rows * N)
             elif code == program.LOG_DECAY:
                 numbers = at_address(weight, 2, np.float32)
                 for i in range(rows * N):

@@ -12,8 +12,8 @@ EMBED = 0  # OUT [M] = row of WEIGHT [N, M] for each token
 NORM = 1  # OUT = A / rms(A), times WEIGHT [M] unless 0; N groups of M numbers; REAL: eps
 MATMUL = 2  # OUT [N] = WEIGHT [N, M] · A [M], plus the bias at EXTRA unless 0
 ADD_MATMUL = 3  # the same, added to OUT
-ACT_MULTIPLY = 4  # OUT = act(A) * B, N numbers; EXTRA: which act
-ACT = 5  # OUT = act(A)
+ACT_MULTIPLY = 4  # A = act(A), OUT = A * B, N numbers; EXTRA: which act
+ACT = 5  # A = act(A)
 LOG_DECAY = 6  # OUT = max(log σ(A) / WEIGHT[0], WEIGHT[1])
 CONV = 7  # OUT [N] = silu of a convolution over M tokens, WEIGHT [N, M], bias EXTRA; place KIND of layer STATE
 ATTENTION = 8  # OUT = layer STATE, plan WEIGHT, on A = q, B = k, v at EXTRA, and N decays a head (0 or F) at KIND
@@ -23,7 +23,16 @@ SUM_NORM = 10  # OUT = A / (sum(A) + REAL), N groups of M numbers
 # activations
 SILU, SIGMOID, RELU, RELU2, GELU, LOG_SIGMOID = range(6)
 
-# how a matrix is stored: KIND of EMBED and MATMUL
+# How a matrix [N, M] is stored: KIND of EMBED and MATMUL says as what, and LANES rows lie side by side, [N / LANES, M,
+# LANES], so that as many outputs grow in one register and no sum goes across one. Rows are filled up with zeros, and so
+# are scales and biases.
 FLOAT32, FLOAT16, INT8 = range(3)
+LANES = 16
+
+
+def filled(n: int) -> int:
+    """Rows that n rows take."""
+    return -(-n // LANES) * LANES
+
 
 PLACES = 4  # addresses for each layer: its state, and the past tokens of up to three convolutions

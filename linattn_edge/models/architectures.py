@@ -17,7 +17,7 @@ from linattn_edge.models.assembly import Assembly
 
 # keys of a config that change nothing here: training, serving, and what Hugging Face adds to every config
 IRRELEVANT = {
-    *("architectures", "attn_mode", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id"),
+    *("architectures", "attn_mode", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype"),
     *("fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_norm", "fuse_swiglu", "id2label", "initializer_range"),
     *("is_encoder_decoder", "label2id", "max_position_embeddings", "model_type", "output_attentions", "_name_or_path"),
     *("output_hidden_states", "pad_token_id", "problem_type", "return_dict", "torch_dtype", "transformers_version"),

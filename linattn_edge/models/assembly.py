@@ -1,7 +1,7 @@
 """Assembly: a model's operations (kernels/program.py), written one after another, with the arrays they point to."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ _ACTS = {
 
 @dataclass
 class Matrix:
-    """A matrix [N, M] as kernels read it: numbers, and for int8 a scale for each row."""
+    """A matrix [N, M] as kernels read it (see program.py): numbers, and for int8 a scale for each row."""
 
     kind: int
     numbers: NDArray[Any]
@@ -39,21 +39,50 @@ class Matrix:
     def pack(cls, name: str, matrix: F32, weights: str) -> "Matrix":
         """Store a matrix; int8 rounds each row to 127 steps of its largest number."""
         if weights == "float32":
-            return cls(program.FLOAT32, matrix, None)
+            return cls(program.FLOAT32, _blocks(matrix), None)
         if weights == "float16":
             largest = float(np.abs(matrix).max(initial=0))
             if largest > 65504:
                 raise CheckpointError(f"tensor {name} holds {largest:g}, which float16 can't")
-            return cls(program.FLOAT16, matrix.astype(np.float16).view(np.uint16), None)
+            return cls(program.FLOAT16, _blocks(matrix.astype(np.float16).view(np.uint16)), None)
         scales = np.abs(matrix).max(axis=1, initial=0).astype(np.float32) / np.float32(127)
         scales[scales < np.finfo(np.float32).tiny] = 0
         steps = np.where(scales[:, None] > 0, matrix / np.where(scales > 0, scales, 1)[:, None], 0)
-        return cls(program.INT8, np.ascontiguousarray(np.rint(steps), np.int8), scales)
+        return cls(program.INT8, _blocks(np.rint(steps).astype(np.int8)), _filled(scales))
+
+    def rows(self, N: int) -> NDArray[Any]:
+        """The numbers as [N, M] again, in the dtype they are kept in."""
+        M = self.numbers.shape[1]
+        rows = self.numbers.transpose(0, 2, 1).reshape(-1, M)[:N]
+        return rows.view(np.float16) if self.kind == program.FLOAT16 else rows
+
+
+def _filled(rows: NDArray[Any]) -> NDArray[Any]:
+    """Rows [N, ...], with rows of zeros up to a whole block."""
+    out = np.zeros((program.filled(len(rows)), *rows.shape[1:]), rows.dtype)
+    out[: len(rows)] = rows
+    return out
+
+
+def _blocks(matrix: NDArray[Any]) -> NDArray[Any]:
+    """[N, M] as [N / LANES, M, LANES]."""
+    return np.ascontiguousarray(_filled(matrix).reshape(-1, program.LANES, matrix.shape[1]).transpose(0, 2, 1))
+
+
+class Operation(NamedTuple):
+    """An operation as it was asked for: its operands by name, before they became addresses, and what it is about."""
+
+    code: int
+    operands: dict[str, Any]
+    of: Any  # a Matrix, a FeatureMap with a side, or a Layer
 
 
 @dataclass
 class Assembly:
-    """Operations in the making. Buffers are named by where they begin, in numbers for each token."""
+    """Operations in the making. Buffers are named by where they begin, in numbers for each token.
+
+    They are written twice: as rows for the kernels, and in `listing` for those who translate a model (the exporter).
+    """
 
     tensors: Tensors
     hidden: int
@@ -64,6 +93,7 @@ class Assembly:
     named: dict[str, int] = field(default_factory=dict)
     width: int = 0  # numbers for each token that all buffers take
     operations: list[NDArray[np.int64]] = field(default_factory=list)
+    listing: list[Operation] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)  # arrays whose addresses the operations hold
     layers: list[Layer] = field(default_factory=list)
     convolutions: list[list[tuple[int, int]]] = field(default_factory=list)  # for each layer (channels, tokens kept)
@@ -77,8 +107,9 @@ class Assembly:
             self.named[name] = at
         return at
 
-    def add(self, code: int, **operands: Any) -> NDArray[np.int64]:
+    def add(self, code: int, of: Any = None, **operands: Any) -> None:
         """Write one operation; arrays are kept, and become addresses."""
+        self.listing.append(Operation(code, operands, of))
         row = np.zeros(program.WIDTH, np.int64)
         row[program.CODE] = code
         for name, value in operands.items():
@@ -92,7 +123,6 @@ class Assembly:
             elif value is not None:
                 row[column] = value
         self.operations.append(row)
-        return row
 
     def at(self, buffer: int | str) -> int:
         """Where a buffer begins."""
@@ -102,7 +132,7 @@ class Assembly:
         """h = the rows of the embedding."""
         matrix = Matrix.pack(name, self.tensors.take(name, (vocab, self.hidden)), self.weights)
         self.add(
-            program.EMBED, OUT=self.at("h"), N=vocab, M=self.hidden, WEIGHT=matrix.numbers, SCALE=matrix.scales,
+            program.EMBED, matrix, OUT=self.at("h"), N=vocab, M=self.hidden, WEIGHT=matrix.numbers, SCALE=matrix.scales,
             KIND=matrix.kind,
         )  # fmt: skip
         return matrix
@@ -110,14 +140,14 @@ class Assembly:
     def matmul(self, matrix: Matrix, x: int | str, y: int, N: int, M: int, bias: F32 | None, add: bool = False) -> None:
         """y [N] = W x, or added to y."""
         self.add(
-            program.ADD_MATMUL if add else program.MATMUL, A=self.at(x), OUT=y, N=N, M=M, WEIGHT=matrix.numbers,
+            program.ADD_MATMUL if add else program.MATMUL, matrix, A=self.at(x), OUT=y, N=N, M=M, WEIGHT=matrix.numbers,
             SCALE=matrix.scales, KIND=matrix.kind, EXTRA=bias,
         )  # fmt: skip
 
     def linear(self, name: str, x: int | str, M: int, N: int, *, bias: bool = False, add_to: str | None = None) -> int:
         """The linear layer of that name, to a new buffer or added to one."""
         matrix = Matrix.pack(name, self.tensors.take(f"{name}.weight", (N, M)), self.weights)
-        shift = self.tensors.take(f"{name}.bias", (N,)) if bias else None
+        shift = _filled(self.tensors.take(f"{name}.bias", (N,))) if bias else None
         y = self.buffer(N) if add_to is None else self.at(add_to)
         self.matmul(matrix, x, y, N, M, shift, add=add_to is not None)
         return y
@@ -129,10 +159,10 @@ class Assembly:
 
     def act(self, kind: str, x: int, N: int) -> None:
         """x = act(x)."""
-        self.add(program.ACT, A=x, OUT=x, N=N, EXTRA=_ACTS[kind])
+        self.add(program.ACT, A=x, N=N, EXTRA=_ACTS[kind])
 
     def act_multiply(self, kind: str, x: int, by: int, y: int, N: int) -> None:
-        """y = act(x) · by."""
+        """x = act(x), y = x · by."""
         self.add(program.ACT_MULTIPLY, A=x, B=by, OUT=y, N=N, EXTRA=_ACTS[kind])
 
     def log_decay(self, x: int, N: int, normalizer: float, lowest: float) -> None:
@@ -144,8 +174,8 @@ class Assembly:
         weight = self.tensors.take(f"{name}.weight", (channels, 1, tokens))
         bias = self.tensors.take(f"{name}.bias", (channels,)) if f"{name}.bias" in self.tensors else None
         past = self.convolutions[-1]
-        row = self.add(program.CONV, A=x, OUT=x, N=channels, M=tokens, WEIGHT=weight, EXTRA=bias)
-        row[program.STATE], row[program.KIND] = len(self.convolutions) - 1, len(past)
+        place = {"STATE": len(self.convolutions) - 1, "KIND": len(past)}
+        self.add(program.CONV, A=x, OUT=x, N=channels, M=tokens, WEIGHT=weight, EXTRA=bias, **place)
         past.append((channels, tokens - 1))
 
     def features(self, phi: FeatureMap, x: int, heads: int, K: int, F: int, side: int, sum_norm: bool) -> int:
@@ -157,7 +187,7 @@ class Assembly:
         sides, rows, P = weights.shape
         plan = np.array([pack(phi, "float32"), weights[side * (sides - 1)].ctypes.data, rows, P, F], np.int64)
         self.kept.append(weights)
-        self.add(program.PHI, A=x, OUT=y, N=heads, M=K, WEIGHT=plan)
+        self.add(program.PHI, (phi, side), A=x, OUT=y, N=heads, M=K, WEIGHT=plan)
         if sum_norm:
             self.add(program.SUM_NORM, A=y, OUT=y, N=heads, M=F, REAL=1e-4)
         return y
@@ -165,11 +195,10 @@ class Assembly:
     def attention(self, layer: Layer, q: int, k: int, v: int, g: int | None = None) -> int:
         """The state's part: y [outputs, V] of this layer."""
         y = self.buffer(layer.outputs * layer.V)
-        row = self.add(
-            program.ATTENTION, A=q, B=k, OUT=y, EXTRA=v, WEIGHT=make_plan(layer, "float32", False, self.kept)
-        )
-        row[program.STATE], row[program.KIND] = len(self.convolutions) - 1, 0 if g is None else g
-        row[program.N] = 0 if g is None else layer.F
+        self.add(
+            program.ATTENTION, layer, A=q, B=k, OUT=y, EXTRA=v, WEIGHT=make_plan(layer, "float32", False, self.kept),
+            STATE=len(self.convolutions) - 1, KIND=0 if g is None else g, N=0 if g is None else layer.F,
+        )  # fmt: skip
         return y
 
     def block(self, index: int, mixer: Any, config: Any) -> None:

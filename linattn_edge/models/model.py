@@ -25,7 +25,9 @@ BLOCK = 64  # tokens of each stream that one call of a prefill takes
 class Model:
     """A language model: token ids in, logits out, one compiled call for a token or a block of them.
 
-    Made by `load_model`. `vocab_size`, `hidden_size` and `layers` (the attention layers' configurations) describe it.
+    Made by `load_model`. `vocab_size`, `hidden_size`, `layers` (the attention layers' configurations), `nbytes` (of the
+    weights) and `eos` (ids that end a text, for `stop` of `generate`) describe it; so do `convolutions` (for each layer
+    channels and tokens kept) and `listing` (its operations), for those who translate it.
     A model may be used by several threads, a state by one at a time.
     """
 
@@ -54,17 +56,19 @@ class Model:
         build.matmul(head, "x", self._logits, vocab, hidden, None)
         self._width = max(build.width, build.most)
         self._operations = np.concatenate(build.operations)
+        self.listing = tuple(build.listing)
         self._kept = build.kept
-        self._convolutions = build.convolutions
+        self.convolutions = build.convolutions
         self.layers = tuple(build.layers)
         self.vocab_size, self.hidden_size = vocab, hidden
         self.weights = weights
-        self._digest = digest(self.layers, self._convolutions)
+        self.eos = _ends(config)
+        self._digest = digest(self.layers, self.convolutions)
         self._work: dict[int, F32] = {}
 
     def init_state(self, batch_size: int = 1) -> ModelState:
         """A fresh state for `batch_size` streams."""
-        return ModelState(self.layers, self._convolutions, batch_size)
+        return ModelState(self.layers, self.convolutions, batch_size)
 
     def step(self, tokens: ArrayLike, state: ModelState) -> F32:
         """One token of each stream, ids [B]: the state is updated in place. Returns logits [B, vocab]."""
@@ -138,9 +142,14 @@ class Model:
         """
         return generate(self, prompt, max_tokens, Sampler(temperature, top_k, top_p), seed, stop, state)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights as they are kept."""
+        return sum({id(a): a.nbytes for a in self._kept if isinstance(a, np.ndarray)}.values())
+
     def load_state(self, path: str | os.PathLike[str]) -> ModelState:
         """The state that `ModelState.save` wrote; refused where it belongs to another model."""
-        return ModelState.load(path, self.layers, self._convolutions)
+        return ModelState.load(path, self.layers, self.convolutions)
 
     def _ids(self, tokens: Any, state: Any, axes: int) -> NDArray[np.int64]:
         if not isinstance(state, ModelState):
@@ -158,7 +167,7 @@ class Model:
     def _buffers(self, rows: int) -> F32:
         """Room for all buffers: what the last call of that size left, unless another thread has it."""
         room = self._work.pop(rows, None)
-        return np.empty(rows * self._width, np.float32) if room is None else room
+        return np.empty(rows * self._width + program.LANES, np.float32) if room is None else room
 
     def _keep(self, rows: int, work: F32) -> None:
         """Leave room for later calls of that size: of one token, and of the last block."""
@@ -199,15 +208,30 @@ class Model:
         return f"Model({len(self.layers)} layers, hidden {self.hidden_size}, vocab {self.vocab_size}, {self.weights})"
 
 
-def load_model(folder: str | os.PathLike[str], weights: str = "float32") -> Model:
+def _ends(config: Config) -> tuple[int, ...]:
+    """Ids that end a text, as the config has them: none, one or several."""
+    found = config.take("eos_token_id", None, (int, list, type(None)))
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(token) is int for token in ids):
+        config.fail(f"eos_token_id: expected ids, got {found!r}")
+    return tuple(ids)
+
+
+def bundled() -> Path:
+    """The folder of the small byte-level language model that comes along."""
+    return Path(__file__).parent / "bundled"
+
+
+def load_model(folder: str | os.PathLike[str] | None = None, weights: str = "float32") -> Model:
     """Load a checkpoint in flash-linear-attention's Hugging Face format: config.json and model.safetensors (or shards).
 
-    weights: "float32", "float16" or "int8" (a scale for each output channel, made here): how matrices are kept.
+    folder: by default that of the small byte-level model that comes along. weights: "float32", "float16" or "int8" (a
+    scale for each output channel, made here): how matrices are kept.
     Settings and tensors that are not understood are refused by name. Nothing in the folder is executed.
     """
     if weights not in WEIGHTS:
         raise ValueError(f"weights: expected one of {', '.join(WEIGHTS)}; got {weights!r}")
-    folder = Path(folder)
+    folder = bundled() if folder is None else Path(folder)
     settings = read_config(folder)
     architecture = settings["model_type"]
     if architecture not in ARCHITECTURES:

@@ -12,8 +12,8 @@ from linattn_edge.errors import CheckpointError
 class Tokenizer(Protocol):
     """What turns text into ids and ids into text."""
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text."""
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """The ids of a text; `special` lets the tokenizer add those that mark a beginning or an end."""
         ...
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
@@ -24,8 +24,8 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Ids are the bytes of UTF-8: a vocabulary of 256."""
 
-    def encode(self, text: str) -> list[int]:
-        """The bytes of a text."""
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """The bytes of a text; there are no special ones."""
         return list(text.encode("utf-8"))
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
@@ -55,9 +55,9 @@ class FileTokenizer:
         except Exception as error:  # the package raises Exception itself
             raise CheckpointError(f"{path}: not a readable tokenizer ({error})") from None
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, with the special tokens that the tokenizer adds."""
-        return list(self._backend.encode(text).ids)
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """The ids of a text, with the special tokens that the tokenizer adds unless told otherwise."""
+        return list(self._backend.encode(text, add_special_tokens=special).ids)
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
         """The text of ids as they come: each piece is what an id adds to the text of the few before it."""

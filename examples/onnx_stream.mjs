@@ -5,6 +5,7 @@
 //     node examples/onnx_stream.mjs model.onnx --prompt "In the beginning"
 //     node examples/onnx_stream.mjs layer.onnx --runtime onnxruntime-web      # the same file in WebAssembly
 //
+// The prompt of a model that does not speak bytes is ids, with spaces between.
 // Further: --tokens 1000, --temperature 0.8, --json FILE (times and first outputs, to compare runtimes).
 
 import { readFileSync, writeFileSync } from 'node:fs';
@@ -32,10 +33,10 @@ const ort = await import(options.runtime);
 const web = options.runtime.startsWith('onnxruntime-web');
 if (web) ort.env.wasm.numThreads = 1;
 
-const bytes = readFileSync(file);
-const contract = readContract(bytes);
+const content = readFileSync(file);
+const contract = readContract(content);
 // onnxruntime-node gets the path, so that it finds weights kept beside the file
-const session = await ort.InferenceSession.create(web ? bytes : file, {
+const session = await ort.InferenceSession.create(web ? content : file, {
   intraOpNumThreads: 1, // for one token at a time, more threads cost more than they bring
   interOpNumThreads: 1,
   logSeverityLevel: 3,
@@ -65,14 +66,16 @@ if (contract.kind === 'layer') {
   }
 } else {
   const temperature = Number(options.temperature);
+  const bytes = contract.outputs[0].shape.at(-1) === 256; // else the prompt is ids, with spaces between
+  const ids = bytes ? new TextEncoder().encode(options.prompt) : options.prompt.split(' ').map(Number);
   const text = new TextDecoder();
-  let logits = await feed(stream, new TextEncoder().encode(options.prompt));
+  let logits = await feed(stream, ids);
   found.logits = Array.from(logits);
   found.ids = [];
   for (let t = 0; t < count; t++) {
     const id = choose(logits, { temperature });
     found.ids.push(id);
-    process.stdout.write(logits.length <= 256 ? text.decode(Uint8Array.of(id), { stream: true }) : `${id} `);
+    process.stdout.write(bytes ? text.decode(Uint8Array.of(id), { stream: true }) : `${id} `);
     logits = await timed(() => feed(stream, [id]));
   }
   console.log();

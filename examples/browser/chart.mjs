@@ -2,9 +2,10 @@
 
 const PAD = { left: 58, right: 10, top: 10, bottom: 26 };
 
-/** 1, 2 or 5 times a power of ten, so that about `count` of them fill the span. */
-function niceStep(span, count) {
+/** A round number so that about `count` of them fill the span: 1, 2 or 5 times a power of ten, or a power of two. */
+function roundStep(span, count, binary = false) {
   const rough = span / count;
+  if (binary) return 2 ** Math.ceil(Math.log2(rough));
   const power = 10 ** Math.floor(Math.log10(rough));
   return power * ([1, 2, 5].find((factor) => factor * power >= rough) ?? 10);
 }
@@ -37,13 +38,12 @@ export class Series {
 
   /** The median of each of at most `count` runs of neighbours: [x, y] pairs. */
   smooth(count) {
-    const size = Math.max(1, Math.ceil(this.y.length / count));
+    const size = Math.max(8, Math.ceil(this.y.length / count));
     const found = [];
-    for (let start = 0; start < this.y.length; start += size) {
-      const end = Math.min(this.y.length, start + size);
-      found.push([(this.x[start] + this.x[end - 1]) / 2, median(this.y.slice(start, end))]);
+    for (let end = this.y.length; end >= size; end -= size) {
+      found.push([(this.x[end - size] + this.x[end - 1]) / 2, median(this.y.slice(end - size, end))]);
     }
-    return found;
+    return found.reverse();
   }
 }
 
@@ -56,10 +56,13 @@ export function quantile(numbers, q) {
 /** The median of numbers; NaN of none. */
 export const median = (numbers) => quantile(numbers, 0.5);
 
-/** One canvas. draw({ lines, dots, top, x }): each line is { points, color }, top and x the largest values shown. */
+/**
+ * One canvas. draw({ from, to, top, lines, dots }): the positions it spans, the largest value, lines as
+ * { points: [[x, y] ...], color }, and a Series as dots. What is above `top` is drawn at the top edge.
+ */
 export class Chart {
-  constructor(canvas, { format, center = false }) {
-    Object.assign(this, { canvas, format, center, shown: null, pointer: null });
+  constructor(canvas, { format, binary = false, center = false }) {
+    Object.assign(this, { canvas, format, binary, center, shown: null, pointer: null });
     new ResizeObserver(() => this.redraw()).observe(canvas);
     canvas.addEventListener('pointermove', (event) => this.point(event.offsetX));
     canvas.addEventListener('pointerleave', () => this.point(null));
@@ -104,7 +107,7 @@ export class Chart {
 
     const [line, soft] = [this.color('line'), this.color('soft')];
     g.lineWidth = 1;
-    const step = niceStep(top - bottom, 4);
+    const step = roundStep(top - bottom, 4, this.binary);
     g.textAlign = 'right';
     g.textBaseline = 'middle';
     for (let y = Math.ceil(bottom / step) * step; y <= top * 1.0001; y += step) {
@@ -115,15 +118,15 @@ export class Chart {
       g.lineTo(width - PAD.right, at);
       g.stroke();
       g.fillStyle = soft;
-      g.fillText(this.format(y, step), PAD.left - 8, at);
+      g.fillText(this.format(y), PAD.left - 8, at);
     }
     g.textBaseline = 'top';
-    const across = niceStep(to - from, Math.max(2, Math.floor(w / 90)));
+    g.textAlign = 'center';
+    const across = roundStep(to - from, Math.max(2, Math.floor(w / 70)));
     for (let x = Math.ceil(from / across) * across; x <= to; x += across) {
       const label = x.toLocaleString('en');
       const half = g.measureText(label).width / 2;
-      g.textAlign = 'center';
-      if (toX(x) + half <= width) g.fillText(label, Math.max(toX(x), PAD.left), height - PAD.bottom + 8);
+      g.fillText(label, Math.min(toX(x), width - half), height - PAD.bottom + 8);
     }
 
     if (shown.dots) {
@@ -147,12 +150,12 @@ export class Chart {
   hint(g, { toX, toY, width, height, line, from, to, w }) {
     if (this.pointer === null || this.center || this.pointer < PAD.left || this.pointer > width - PAD.right) return;
     const x = from + ((this.pointer - PAD.left) / w) * (to - from);
-    const near = this.shown.lines
-      .filter(({ points }) => points.length)
-      .map(({ points, color }) => ({
-        color,
-        at: points.reduce((best, p) => (Math.abs(p[0] - x) < Math.abs(best[0] - x) ? p : best)),
-      }));
+    const near = this.shown.lines.flatMap(({ points, color }) => {
+      const after = points.findIndex((p, i) => i && p[0] >= x && points[i - 1][0] <= x);
+      if (after < 0) return [];
+      const [[x0, y0], [x1, y1]] = [points[after - 1], points[after]];
+      return [{ color, at: [x, x1 > x0 ? y0 + ((x - x0) / (x1 - x0)) * (y1 - y0) : y1] }];
+    });
     if (!near.length) return;
     g.strokeStyle = line;
     g.lineWidth = 1;

@@ -7,12 +7,13 @@ import { Stream, choose, feed, fillWave } from './stream.mjs';
 
 const FILE = 'model.onnx';
 const FRAME = 12; // milliseconds of work between two pictures
+const BYTES = 256; // ids are the bytes of UTF-8
 const RECENT = 256; // tokens that the figures are the median of
 
 const $ = (id) => document.getElementById(id);
 const status = (now) => (document.body.dataset.status = now);
 const number = (x, digits = 0) => x.toLocaleString('en', { maximumFractionDigits: digits });
-const time = (ms) => (ms < 1 ? `${number(1000 * ms)} µs` : `${number(ms, ms < 10 ? 2 : 1)} ms`);
+const time = (ms) => (ms === 0 ? '0' : ms < 1 ? `${number(1000 * ms)} µs` : `${number(ms, ms < 10 ? 2 : 1)} ms`);
 const size = (bytes) => {
   const power = bytes < 1024 ? 0 : Math.min(3, Math.floor(Math.log2(bytes) / 10));
   const value = bytes / 1024 ** power;
@@ -50,6 +51,10 @@ async function load() {
   if (!response.ok) throw new Error(`${FILE}: ${response.status}. Run prepare.py first, which puts it there.`);
   const bytes = new Uint8Array(await response.arrayBuffer());
   contract = readContract(bytes);
+  const vocabulary = isModel() ? contract.outputs[0].shape.at(-1) : BYTES;
+  if (vocabulary !== BYTES) {
+    throw new Error(`${FILE}: a vocabulary of ${vocabulary}; this page has no tokenizer, and speaks bytes only`);
+  }
   ort.env.wasm.numThreads = 1; // more need cross-origin isolation, and gain nothing at one token at a time
   const session = await ort.InferenceSession.create(bytes, { logSeverityLevel: 3 });
   stream = new Stream(ort, session, contract);
@@ -64,13 +69,16 @@ function describe(bytes) {
   if (!isModel()) {
     $('lead').textContent += ' This file is a single layer; the signal is made up.';
     $('length').value = 'Infinity';
-  } else if (!$('prompt').value) $('prompt').value = contract.more.prompt ?? 'In the beginning';
-  const rules = [...new Set(contract.layers.map((layer) => `${layer.update_rule} with ${layer.feature_map.name}`))];
+  }
+  const kinds = (name) => [...new Set(contract.layers.map(name))].map((kind) => `“${kind}”`).join(', ');
+  const count = contract.layers.length;
   const clock = crossOriginIsolated ? '0.005 ms' : '0.1 ms';
+  if (!crossOriginIsolated) $('how').textContent += `, by a clock in steps of ${clock}`;
   $('facts').textContent =
-    `${FILE}: ${size(bytes)}, flavor “${contract.flavor}”, opset ${contract.opset}; ${contract.layers.length} ` +
-    `layer${contract.layers.length > 1 ? 's' : ''} of ${rules.join(', ')}; written by linattn_export ` +
-    `${contract.exporter_version}. The clock of this tab has steps of ${clock}.`;
+    `${FILE}: ${size(bytes)}, flavor “${contract.flavor}”, opset ${contract.opset}; ${count} ` +
+    `${count > 1 ? 'layers' : 'layer'} with the rule ${kinds((layer) => layer.update_rule)} and the feature map ` +
+    `${kinds((layer) => layer.feature_map.name)}; written by linattn_export ${contract.exporter_version}. The clock of ` +
+    `this tab has steps of ${clock}.`;
   const shape = ({ dtype, shape }) => `${dtype} [${shape.join(', ')}]`;
   const rows = [['name', 'tensor', 'what it is']];
   for (const t of contract.inputs) rows.push([t.name, shape(t), t.layout]);
@@ -86,8 +94,8 @@ function describe(bytes) {
   $('memory').hidden = cachePerToken() === null;
   charts = {
     times: new Chart($('times'), { format: time }),
-    bytes: new Chart($('bytes'), { format: size }),
-    wave: new Chart($('wave'), { format: (y) => number(y, 1), center: true }),
+    bytes: new Chart($('bytes'), { format: size, binary: true }),
+    wave: new Chart($('wave'), { format: () => '', center: true }),
   };
   paint();
 }
@@ -117,11 +125,14 @@ function paint() {
     $('ratio').textContent = position ? `${size(state)} here, ${size(cache)} in a cache` : '';
   }
   if (!isModel()) {
-    const points = (kept) => kept.map((y, i) => [position - kept.length + i, y]);
+    const points = (kept) => {
+      const largest = Math.max(1e-9, ...kept.map(Math.abs));
+      return kept.map((y, i) => [position - kept.length + i, y / largest]);
+    };
     charts.wave.draw({
       from: Math.max(0, position - 400),
       to: Math.max(400, position),
-      top: 1.1 * Math.max(1, ...waves.signal.map(Math.abs), ...waves.output.map(Math.abs)),
+      top: 1.1,
       lines: [
         { points: points(waves.signal), color: 'second' },
         { points: points(waves.output), color: 'first' },
@@ -162,12 +173,12 @@ async function writeToken() {
   const begin = performance.now();
   logits = await feed(stream, [id]);
   timed(performance.now() - begin);
-  return logits.length <= 256 ? text.decode(Uint8Array.of(id), { stream: true }) : `${id} `;
+  return text.decode(Uint8Array.of(id), { stream: true });
 }
 
 async function layerToken() {
   const call = stream.call(contract.tokens ?? 1);
-  fillWave(contract, call.inputs, position, () => 0.3 * (Math.random() - 0.5));
+  fillWave(contract, call.inputs, position / 12, () => 0.3 * (Math.random() - 0.5));
   const begin = performance.now();
   await stream.run(call);
   timed(performance.now() - begin);
@@ -181,7 +192,7 @@ async function layerToken() {
 async function run() {
   const me = (running = {});
   status('running');
-  $('go').textContent = 'Stop';
+  name();
   $('again').hidden = true;
   if (isModel() && logits === null) await readPrompt();
   const most = Number($('length').value);
@@ -199,9 +210,23 @@ async function run() {
     frame = performance.now();
   }
   running = null;
-  $('go').textContent = 'Go on';
   $('again').hidden = false;
+  name();
   status('done');
+}
+
+/** Whether the prompt is another one than the text began with: then the next run is a new stream. */
+const promptChanged = () => isModel() && ($('prompt').value || '\n') !== $('given').textContent;
+
+function name() {
+  if (running) $('go').textContent = 'Stop';
+  else if (!isModel()) $('go').textContent = position ? 'Go on' : 'Run';
+  else $('go').textContent = promptChanged() ? 'Write' : 'Go on';
+}
+
+function begin(anew) {
+  if (anew) reset();
+  run().catch(fail);
 }
 
 /** Add text, and keep its end in view unless the reader has scrolled up. Old text goes, so that the page stays quick. */
@@ -232,22 +257,20 @@ function turnTheme() {
 $('theme').addEventListener('click', turnTheme);
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => charts && paint());
 $('temperature').addEventListener('input', () => ($('degrees').textContent = Number($('temperature').value).toFixed(1)));
-$('go').addEventListener('click', () => (running ? (running.stop = true) : run().catch(fail)));
-$('again').addEventListener('click', () => {
-  reset();
-  run().catch(fail);
-});
+$('go').addEventListener('click', () => (running ? (running.stop = true) : begin(promptChanged())));
+$('again').addEventListener('click', () => begin(true));
+$('prompt').addEventListener('input', name);
 $('prompt').addEventListener('keydown', (event) => {
   if (event.key !== 'Enter' || event.shiftKey) return;
   event.preventDefault();
-  if (!running) $('again').hidden ? $('go').click() : $('again').click();
+  if (!running) begin(true);
 });
 
 try {
   await load();
   reset();
   paint();
-  $('go').textContent = isModel() ? 'Write' : 'Run';
+  name();
   $('go').disabled = false;
   status('ready');
 } catch (error) {

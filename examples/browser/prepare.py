@@ -10,6 +10,7 @@ finer clock (0.005 instead of 0.1 ms).
 
 import argparse
 import shutil
+from contextlib import suppress
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -49,8 +50,8 @@ def put_file(file):
     import linattn_edge as la
     import linattn_export as lx
 
-    lx.export_layer(la.LinearAttention(num_heads=8, key_dim=64), target)
-    return "a layer, 8 heads of 64"
+    lx.export_layer(la.LinearAttention(num_heads=8, key_dim=64, feature_map="identity", update_rule="gated"), target)
+    return "a gated layer, 8 heads of 64"
 
 
 def main():
@@ -67,10 +68,8 @@ def main():
         return
     with ThreadingHTTPServer(("127.0.0.1", options.port), Handler) as server:
         print(f"http://127.0.0.1:{server.server_port}/  (Ctrl-C ends it)", flush=True)
-        try:
+        with suppress(KeyboardInterrupt):
             server.serve_forever()
-        except KeyboardInterrupt:
-            pass
 
 
 if __name__ == "__main__":

@@ -91,8 +91,8 @@ def _decays(graph: Graph, parts: Parts) -> "HeadDecay | ChannelDecay | None":
     if g is None:
         return None
     C = parts.channels
-    g = graph.node("Transpose", graph.reshape(g, 0, 0, N, C), perm=[0, 2, 1, 3])
     g = graph.node("Max", g, graph.constant(FLOOR), hint="g")
+    g = graph.node("Transpose", graph.reshape(g, 0, 0, N, C), perm=[0, 2, 1, 3])
     return HeadDecay(graph, g) if C == 1 else ChannelDecay(graph, g, N, C)
 
 
@@ -137,11 +137,12 @@ def _inverse(graph: Graph, L: str) -> str:
     i, j = np.indices((size, size))
     level = np.where(i > j, np.frexp(np.maximum(i ^ j, 1))[1] - 1, -1)  # the level at which token i meets token j
     levels_of = square(graph, "level", level, "float32")
-    zero = graph.constant(0.0)
+
+    def mask(n: int) -> str:
+        return graph.node("Cast", graph.node("Equal", levels_of, graph.constant(float(n))), to=1, hint=f"level_{n}")
 
     def part(n: int) -> str:
-        mask = graph.once(("level", n), lambda: graph.node("Equal", levels_of, graph.constant(float(n))))
-        return graph.node("Where", mask, L, zero)
+        return graph.node("Mul", L, graph.once(("level", n), lambda: mask(n)))
 
     M = graph.node("Sub", square(graph, "eye", np.eye(size), "float32"), part(0))
     for n in range(1, levels):

@@ -8,7 +8,7 @@ middle one is held for pairs of tiles only. Every exponent is a sum of g over a 
 import numpy as np
 
 from linattn_export.graph import Graph
-from linattn_export.masks import BLOCK, lower, strict
+from linattn_export.masks import BLOCK, above, lower
 
 TILE = 8
 
@@ -156,8 +156,5 @@ class ChannelDecay:
 
     def to_end(self, k: str, kT: str) -> str:
         """(e ∘ k)ᵀ, [B, N, F, T]."""
-        above = self.graph.once(
-            "above", lambda: self.graph.node("Transpose", strict(self.graph, "float32"), perm=[1, 0])
-        )
-        e = self.graph.node("Exp", self.graph.node("MatMul", above, self.g), hint="e")
+        e = self.graph.node("Exp", self.graph.node("MatMul", above(self.graph), self.g), hint="e")
         return self.graph.node("Transpose", self.graph.node("Mul", k, e), perm=[0, 1, 3, 2])

@@ -209,3 +209,6 @@ NODES: dict[str, Callable[[Graph, Layer, Tokens, int, str | None], Tokens]] = {
     "favor": favor,
     "rff": rff,
 }
+
+# φ ≥ 0 in every entry, so the normaliser and every denominator are at least 0
+NONNEGATIVE = frozenset({"elu", "relu", "relu2", "dpfp", "hedgehog", "t2r", "favor"})

@@ -33,3 +33,8 @@ def lower(graph: Graph, dtype: str) -> str:
 def strict(graph: Graph, dtype: str) -> str:
     """[T, T]: 1 below the diagonal."""
     return square(graph, "strict", np.tri(_side(graph), k=-1), dtype)
+
+
+def above(graph: Graph) -> str:
+    """[T, T] float32: 1 above the diagonal."""
+    return square(graph, "above", 1 - np.tri(_side(graph)), "float32")

@@ -6,6 +6,7 @@ import numpy as np
 
 from linattn_edge.layer import Layer
 from linattn_export.graph import Graph
+from linattn_export.maps import NONNEGATIVE
 from linattn_export.tokens import Tokens, normalised
 
 
@@ -47,4 +48,6 @@ def decay(graph: Graph, parts: Parts) -> str | None:
 
 def finished(graph: Graph, layer: Layer, y: str) -> str:
     """y [..., W] divided by its last column where the layer normalises: [..., V]."""
-    return normalised(graph, y, layer.V, layer.eps, layer.eps_mode) if layer.normalize else y
+    if not layer.normalize:
+        return y
+    return normalised(graph, y, layer.V, layer.eps, layer.eps_mode, layer.phi.name in NONNEGATIVE)

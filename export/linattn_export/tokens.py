@@ -60,12 +60,17 @@ def with_ones(graph: Graph, v: Tokens) -> Tokens:
     return v.of(graph.node("Pad", v.value, pads, graph.constant(1.0), hint="v_ones"), v.width + 1)
 
 
-def normalised(graph: Graph, y: str, width: int, eps: float, eps_mode: str) -> str:
-    """y [..., width + 1]: its first columns over the last, which is kept eps away from zero (or has eps added)."""
+def normalised(graph: Graph, y: str, width: int, eps: float, eps_mode: str, positive: bool) -> str:
+    """y [..., width + 1]: its first columns over the last, which is kept eps away from zero (or has eps added).
+
+    positive: the last is never below 0.
+    """
     num, den = graph.several("Split", [y, graph.ints(width, 1)], ["num", "den"], attributes={"axis": -1})
     if eps_mode == "add":
         if eps != 0:
             den = graph.node("Add", den, graph.constant(eps))
+    elif positive:
+        den = graph.node("Max", den, graph.constant(eps))
     else:
         negative = graph.node("Less", den, graph.constant(0.0))
         below = graph.node("Min", den, graph.constant(-eps))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from linattn_edge import __version__, compare
+from linattn_edge import __version__, compare, demo, generate
 
 PROGRAM = "linattn-edge"
 
@@ -150,8 +150,10 @@ def _no_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS = (
-    Command("info", "show versions, CPU, kernel cache, backends, rules and maps", _no_arguments, _run_info),
+    Command("demo", "read, write and measure with the bundled model", demo.add_arguments, demo.run),
+    Command("generate", "write text after a prompt of any length", generate.add_arguments, generate.run),
     Command("compare", "compare feature maps with softmax: cost and error", compare.add_arguments, compare.run),
+    Command("info", "show versions, CPU, kernel cache, backends, rules and maps", _no_arguments, _run_info),
 )
 
 

@@ -3,7 +3,6 @@
 import argparse
 import inspect
 import json
-import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from linattn_edge import plots
 from linattn_edge.approximation import softmax_error
 from linattn_edge.arrays import real_array
 from linattn_edge.attention import LinearAttention
@@ -31,8 +31,7 @@ from linattn_edge.features import (
     feature_map,
 )
 from linattn_edge.softmax import SoftmaxAttention
-from linattn_edge.state import replacing
-from linattn_edge.terminal import progress, table
+from linattn_edge.terminal import progress, size, table
 
 Array = NDArray[Any]
 
@@ -236,14 +235,6 @@ def _us_per_token(attn: LinearAttention | SoftmaxAttention, state: Any, tokens: 
     return min(times) * 1e6
 
 
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
-
-
 def text(result: Comparison) -> str:
     """The comparison as tables for a terminal."""
     columns = [f"{kind} @{length}" for length in result.lengths for kind in ("mean", "p99")]
@@ -254,12 +245,12 @@ def text(result: Comparison) -> str:
             refused.append(f"{row.map}: {row.refused}")
             continue
         errors = [f"{part[length]:.3g}" for length in result.lengths for part in (row.outputs_mean, row.outputs_p99)]
-        rows.append([row.map, str(row.F), _bytes(row.state_bytes), f"{row.us_per_token[last]:.1f}", *errors])
+        rows.append([row.map, str(row.F), size(row.state_bytes), f"{row.us_per_token[last]:.1f}", *errors])
     exact = [
         [
             f"softmax, {length} tokens",
             "-",
-            _bytes(result.softmax.cache_bytes[length]),
+            size(result.softmax.cache_bytes[length]),
             f"{us:.1f}",
             *["0"] * len(columns),
         ]
@@ -276,13 +267,10 @@ def text(result: Comparison) -> str:
 
 def plot(result: Comparison, path: Path) -> None:
     """Error against state bytes, and time of a token against context length."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import LogLocator, ScalarFormatter
-    except ImportError:
-        raise ImportError("--plot needs matplotlib: pip install 'linattn-edge[plot]'") from None
+    figure = plots.new_figure((12, 5))
+    from matplotlib.ticker import LogLocator, ScalarFormatter
+
     last = result.lengths[-1]
-    figure = Figure(figsize=(12, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     cache = result.softmax.cache_bytes[last]
     left.axvline(cache, color="black", linestyle=":", linewidth=1.2)
@@ -309,8 +297,7 @@ def plot(result: Comparison, path: Path) -> None:
         axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=9, frameon=False)
     figure.suptitle(f"{result.tokens}: {result.H} heads, K = {result.K}, V = {result.V}")
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=140, format=path.suffix[1:].lower())
+    plots.save(figure, path)
 
 
 def label(phi: FeatureMap) -> str:
@@ -372,18 +359,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", nargs="+", type=int, metavar="L", help="context lengths (default: a sixteenth, a quarter, all)"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it to this .png, .pdf or .svg")
+    plots.add_plot_option(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """The command."""
     if args.tokens < 1:
         raise ValueError(f"--tokens: expected at least 1, got {args.tokens}")
-    if args.plot is not None:
-        if args.plot.suffix.lower() not in (".png", ".pdf", ".svg"):
-            raise ValueError(f"--plot: expected a file that ends in .png, .pdf or .svg, got {args.plot}")
-        if not os.access(args.plot.resolve().parent, os.W_OK):
-            raise OSError(f"--plot: {args.plot.resolve().parent} is no folder that can be written to")
+    plots.check_plot(args.plot)
     tokens = load_tokens(args)
     T, _, K = tokens.q.shape
     lengths = sorted(set(args.lengths or [max(1, T // 16), max(1, T // 4), T]))

@@ -1,4 +1,4 @@
-"""What commands show beside their output: a progress bar on a terminal, nothing in a pipe."""
+"""How commands show things: text and tables on standard output, progress on a terminal and nothing of it in a pipe."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,3 +43,32 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         out.append("  ".join(cells).rstrip())
     out.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(out)
+
+
+def size(count: float) -> str:
+    """A number of bytes, for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def status(text: str) -> None:
+    """What is being done, on the last line of a terminal, over what was there; nothing in a pipe."""
+    if sys.stderr.isatty():
+        print(f"\r{text:<60}" if text else "\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)
+
+
+def readable(text: str) -> str:
+    """Text that a model made, safe to show: on a terminal without control characters but line ends and tabs."""
+    if not sys.stdout.isatty():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def write(text: str) -> None:
+    """Show a piece of text at once; what the terminal's encoding lacks becomes a question mark."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()

@@ -25,7 +25,8 @@ def failing(monkeypatch):
         def run(args):
             raise error
 
-        monkeypatch.setattr(cli, "COMMANDS", (replace(cli.COMMANDS[0], run=run),))
+        (info,) = (command for command in cli.COMMANDS if command.name == "info")
+        monkeypatch.setattr(cli, "COMMANDS", (replace(info, run=run),))
 
     return fail_with
 

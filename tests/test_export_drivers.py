@@ -243,7 +243,7 @@ def test_the_contract_in_javascript(files, stage, tmp_path):
 
 @pytest.fixture
 def page(stage, monkeypatch):
-    """Chromium, and a function that puts a file into the page and opens it."""
+    """A function that runs prepare.py with some arguments and opens the page in Chromium."""
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if program is None:
         pytest.skip("Chromium: not installed")
@@ -257,9 +257,8 @@ def page(stage, monkeypatch):
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
 
-        def opened(file):
-            command = ["prepare.py", "--modules", str(stage / "node_modules"), *([str(file)] if file else [])]
-            monkeypatch.setattr(sys, "argv", command)
+        def opened(*what):
+            monkeypatch.setattr(sys, "argv", ["prepare.py", "--modules", str(stage / "node_modules"), *map(str, what)])
             prepare.main()
             browser.open(f"http://127.0.0.1:{server.server_port}/")
             browser.wait("document.body.dataset.status !== 'loading'")
@@ -306,8 +305,19 @@ def test_the_page_writes(files, page):
     assert not browser.problems
 
 
+def test_the_page_runs_the_model_that_comes_along(page):
+    browser = page()
+    browser.click("#go")
+    browser.wait("document.querySelector('#made').textContent.length > 200")
+    browser.click("#go")
+    browser.wait("document.body.dataset.status === 'done'")
+    words = text(browser, "#made").split()
+    assert len(words) > 20 and {"the", "of", "and", "to"} & set(words)
+    assert not browser.problems
+
+
 def test_the_page_runs_a_layer(page):
-    browser = page(None)
+    browser = page("--layer")
     browser.click("#go")  # until stopped
     browser.wait("document.querySelector('#latency').textContent !== '–'")
     browser.wait("Number(document.querySelector('#position').textContent.replace(',', '')) > 200")

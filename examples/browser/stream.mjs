@@ -81,7 +81,7 @@ export class Stream {
 
   tensor({ dtype, shape }, tokens, value = 0) {
     const Kind = ARRAYS[dtype];
-    if (Kind === undefined) throw new Error(`${dtype} tensors need an engine with ${dtype[0].toUpperCase()}${dtype.slice(1)}Array`);
+    if (Kind === undefined) throw new Error(`this engine has no arrays of ${dtype}`);
     const sizes = shape.map((size) => ({ B: this.batchSize, T: tokens })[size] ?? size);
     const data = new Kind(sizes.reduce((product, size) => product * size, 1));
     data.fill(Kind === BigInt64Array ? BigInt(value) : value);

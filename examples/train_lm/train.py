@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--kind", choices=KINDS, required=True)
-    parser.add_argument("--steps", type=int, default=4000, help="about half an hour on two cores")
+    parser.add_argument("--steps", type=int, default=2700, help="about half an hour on two cores")
     for name, value in (("width", 128), ("depth", 6), ("heads", 4), ("inner", 352), ("length", 256), ("batch", 16)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--rate", type=float, default=2e-3, help="the highest learning rate")

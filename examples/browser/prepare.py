@@ -4,8 +4,8 @@
     python examples/browser/prepare.py
     python -m http.server --directory examples/browser --bind 127.0.0.1
 
-Without a file, the small language model that comes along is exported, or a layer with `--layer`. `--serve` serves the page itself, with two headers that let browsers give a
-finer clock (0.005 instead of 0.1 ms).
+Without a file, the small language model that comes along is exported, or a layer with `--layer`. `--serve` serves the
+page itself, with two headers that let browsers give a finer clock (0.005 instead of 0.1 ms).
 """
 
 import argparse
@@ -51,9 +51,8 @@ def put_file(file, layer):
     import linattn_export as lx
 
     if layer:
-        lx.export_layer(
-            la.LinearAttention(num_heads=8, key_dim=64, feature_map="identity", update_rule="gated"), target
-        )
+        attn = la.LinearAttention(num_heads=8, key_dim=64, feature_map="identity", update_rule="gated")
+        lx.export_layer(attn, target)
         return "a gated layer, 8 heads of 64"
     lx.export_model(la.load_model(), target)  # float32: int8 is several times slower in WebAssembly
     return "the language model that comes along"

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -84,7 +85,7 @@ def test_any_split_and_batch(rule, gate, splits, tmp_path):
 
 @pytest.mark.parametrize(("rule", "gate"), cases.VARIANTS)
 @pytest.mark.parametrize("layout", ["mha", "gqa"])
-@pytest.mark.parametrize("tokens", [1, 2, 8, 13, 128])
+@pytest.mark.parametrize("tokens", [1, 2, 13, 64])
 def test_fixed_sizes(rule, gate, layout, tokens, tmp_path):
     case = make(rule, gate, layout, "elu" if rule == "linear" else "identity", 2 * tokens, B=2)
     for flavor in FLAVORS:
@@ -110,7 +111,7 @@ def hard_keys(kind, K, T, rng):
 
 
 @pytest.mark.parametrize("rule", ["delta", "gated_delta"])
-@pytest.mark.parametrize("beta", [0.5, 0.9, 1.0, 1.9])
+@pytest.mark.parametrize("beta", [0.9, 1.0, 1.9])
 @pytest.mark.parametrize("kind", ["identical", "cosine 0.8", "relu"])
 def test_keys_that_repeat(kind, beta, rule, tmp_path):
     rng = np.random.default_rng(7)
@@ -352,6 +353,12 @@ def test_refusals(options, message, tmp_path):
         lx.export_layer(la.LinearAttention(2, 4), tmp_path / "m.onnx", **options)
     assert (tmp_path / "m.onnx").read_bytes() == b"before"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_missing_onnx_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(ImportError, match=r"needs onnx, which is not installed: pip install 'linattn-edge\[export\]'"):
+        lx.export_layer(la.LinearAttention(2, 4), tmp_path / "m.onnx")
 
 
 def test_only_layers_are_exported(tmp_path):

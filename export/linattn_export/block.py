@@ -10,7 +10,8 @@ past state and e_j = exp(Σ g_s over s > j) that to the end of the block:
 Each sum of g is added up by itself, as a product with zeros and ones, and never as a difference of two prefix sums:
 behind a decay of −1e30 such a difference has no digits left.
 
-The past state is copied, below u, by one node on which all that follows depends: the present may be written over it.
+The past state is copied, below u, by one node on which all that follows depends (the delta rules read it once more,
+for u): the present may be written over it.
 """
 
 import math
@@ -101,8 +102,8 @@ class HeadDecay:
 
     def __init__(self, graph: Graph, g: str) -> None:
         self.graph, self.g = graph, g
-        steps = graph.node("Mul", g, strict(graph, "float32"))  # [B, N, s, j]: g_s where s > j
-        self._pairs = graph.node("Exp", graph.node("MatMul", lower(graph, "float32"), steps), hint="D")
+        steps = graph.node("Mul", g, strict(graph))  # [B, N, s, j]: g_s where s > j
+        self._pairs = graph.node("Exp", graph.node("MatMul", lower(graph), steps), hint="D")
 
     def pairs(self, x: str, k: str, kT: str, readers: int) -> str:
         """xkᵀ ∘ D, [B, N, T, T] or [B, N, r, T, T]; above the diagonal it means nothing."""
@@ -113,7 +114,7 @@ class HeadDecay:
 
     def from_past(self) -> str:
         """w, [B, N, T, 1]."""
-        return self.graph.node("Exp", self.graph.node("MatMul", lower(self.graph, "float32"), self.g), hint="w")
+        return self.graph.node("Exp", self.graph.node("MatMul", lower(self.graph), self.g), hint="w")
 
     def whole(self) -> str:
         """w_T, [B, N, 1, 1]."""
@@ -122,7 +123,7 @@ class HeadDecay:
     def to_end(self, k: str, kT: str) -> str:
         """(e ∘ k)ᵀ, [B, N, F, T]."""
         row = self.graph.node("Transpose", self.g, perm=[0, 1, 3, 2])
-        e = self.graph.node("Exp", self.graph.node("MatMul", row, strict(self.graph, "float32")), hint="e")
+        e = self.graph.node("Exp", self.graph.node("MatMul", row, strict(self.graph)), hint="e")
         return self.graph.node("Mul", kT, e)
 
 
@@ -136,7 +137,7 @@ def _inverse(graph: Graph, L: str) -> str:
     levels = max(1, math.ceil(math.log2(max(size, 2))))
     i, j = np.indices((size, size))
     level = np.where(i > j, np.frexp(np.maximum(i ^ j, 1))[1] - 1, -1)  # the level at which token i meets token j
-    levels_of = square(graph, "level", level, "float32")
+    levels_of = square(graph, "level", level)
 
     def mask(n: int) -> str:
         return graph.node("Cast", graph.node("Equal", levels_of, graph.constant(float(n))), to=1, hint=f"level_{n}")
@@ -144,7 +145,7 @@ def _inverse(graph: Graph, L: str) -> str:
     def part(n: int) -> str:
         return graph.node("Mul", L, graph.once(("level", n), lambda: mask(n)))
 
-    M = graph.node("Sub", square(graph, "eye", np.eye(size), "float32"), part(0))
+    M = graph.node("Sub", square(graph, "eye", np.eye(size)), part(0))
     for n in range(1, levels):
         M = graph.node("Sub", M, graph.node("MatMul", graph.node("MatMul", M, part(n)), M), hint="inverse")
     return M

@@ -97,9 +97,10 @@ class ChannelDecay:
         graph, N, F, r = self.graph, self.N, self.F, readers
         node = graph.node
         rows = node("Mul", self._count, graph.ints(TILE))
-        k = self._tiled(k, [F])  # [B, N, C, c, F]
-        near = node("Mul", self._within, node("Unsqueeze", k, graph.ints(3)))  # [B, N, C, i, j, F]
-        over = node("Transpose", node("Mul", k, self._after), perm=[0, 1, 2, 4, 3])  # [B, N, J, F, j]
+        k = graph.once(("tiled", k), lambda: self._tiled(k, [F]))  # [B, N, C, c, F]
+        near = graph.once(("near", k), lambda: node("Mul", self._within, node("Unsqueeze", k, graph.ints(3))))
+        over = graph.once(("over", k), lambda: node("Mul", k, self._after))
+        over = node("Transpose", over, perm=[0, 1, 2, 4, 3])  # [B, N, J, F, j]; near is [B, N, C, i, j, F]
         if r == 1:
             x = self._tiled(x, [F])  # [B, N, C, c, F]
             near = node("MatMul", near, node("Unsqueeze", x, graph.ints(5)))
@@ -147,7 +148,7 @@ class ChannelDecay:
 
     def from_past(self) -> str:
         """w, [B, N, T, F]."""
-        return self.graph.node("Exp", self.graph.node("MatMul", lower(self.graph, "float32"), self.g), hint="w")
+        return self.graph.node("Exp", self.graph.node("MatMul", lower(self.graph), self.g), hint="w")
 
     def whole(self) -> str:
         """w_T, [B, N, F, 1]."""

@@ -5,6 +5,7 @@ import gzip
 import itertools
 import json
 import math
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -33,6 +34,14 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Onnx:
+    """The model as an ONNX file, run in ONNX Runtime beside the Python runtime."""
+
+    file_bytes: int
+    worst_relative_error: float
+
+
+@dataclass(frozen=True)
 class Result:
     """All that the demo shows."""
 
@@ -43,6 +52,7 @@ class Result:
     continuation: str
     tokens_per_second: float
     rows: list[Row]
+    onnx: "Onnx | None"  # None where the packages for it are not installed
 
 
 def sample_text() -> bytes:
@@ -112,6 +122,20 @@ def measure(model: Model, states: dict[int, ModelState]) -> list[Row]:
     return rows
 
 
+def export(model: Model) -> Onnx | None:
+    """Write the model as an ONNX file and verify it, where the packages for that are installed."""
+    import linattn_export
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.onnx")
+        try:
+            linattn_export.export_model(model, path)
+            report = linattn_export.verify(path, model)
+        except ImportError:
+            return None
+        return Onnx(path.stat().st_size, max(figure.error for figure in report.figures))
+
+
 def plot(result: Result, path: Path) -> None:
     """Time and memory against position."""
     figure = plots.new_figure((11, 4.5))
@@ -158,7 +182,7 @@ def run(args: argparse.Namespace) -> None:
     continuation, rate = write_on(model, state, text[-1], 300, say)
     say(f"\n\n{rate:,.0f} bytes a second. What the next byte costs, by how many came before it:\n\n")
     rows = measure(model, states)
-    result = Result(model.nbytes, len(text), bits, us, continuation, rate, rows)
+    result = Result(model.nbytes, len(text), bits, us, continuation, rate, rows, export(model))
     if args.json:
         print(json.dumps(asdict(result), indent=2))
     else:
@@ -175,4 +199,11 @@ def describe(result: Result) -> str:
         for r in result.rows
     ]
     note = "model: the whole of it. softmax: only the attention of as many heads and layers, over a key/value cache."
-    return f"{table(header, rows)}\n\n{note}"
+    if result.onnx is None:
+        onnx = "To see it exported as ONNX as well: pip install 'linattn-edge[export]'"
+    else:
+        onnx = (
+            f"As an ONNX file ({size(result.onnx.file_bytes)}), ONNX Runtime gives the same numbers: relative error at "
+            f"most {result.onnx.worst_relative_error:.0e}."
+        )
+    return f"{table(header, rows)}\n\n{note}\n{onnx}"

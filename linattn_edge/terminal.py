@@ -30,15 +30,15 @@ def _plain(items: Sequence[Item], label: str) -> Iterator[Item]:
         print("\r" + " " * (len(label) + 24) + "\r", end="", file=sys.stderr, flush=True)
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns as wide as they need to be, the first to the left, the others to the right."""
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """Columns as wide as they need to be, the first `left` of them to the left, the others to the right."""
     lines = [list(header), *map(list, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     out = []
     for line in lines:
         cells = [
-            line[0].ljust(widths[0]),
-            *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
         out.append("  ".join(cells).rstrip())
     out.insert(1, "  ".join("-" * width for width in widths))

@@ -19,7 +19,7 @@ def bench(monkeypatch):
     """Import a module of benchmarks/ by name."""
     monkeypatch.syspath_prepend(str(FOLDER))
     yield importlib.import_module
-    for name in ("kernels", "measure", "peers", "table"):
+    for name in ("kernels", "measure", "onnx_files", "peers", "table"):
         sys.modules.pop(name, None)
 
 
@@ -234,3 +234,24 @@ def test_a_short_run(tmp_path):
     difference = first["times"]["step"]["min"] - first["times"]["no-op"]["min"]
     assert first["values"]["step - no-op, min"] == pytest.approx(difference)
     assert "step - no-op" in done.stdout and "share of the finiteness checks" in done.stdout
+
+
+def test_exported_files_are_timed(bench, tmp_path, capsys):
+    pytest.importorskip("onnxruntime")
+    files = bench("onnx_files")
+    assert files.main(["--quick", "--only", "step", "--only", "memory", "--json", str(tmp_path / "figures.json")]) == 0
+    groups = json.loads((tmp_path / "figures.json").read_text())["groups"]
+    assert [g["title"].split(",")[0] for g in groups[:4]] == ["linear", "gated", "delta", "gated_delta"]
+    for group in groups[:4]:
+        assert not group["notes"]
+        assert {"fused / bare operator", "portable step / bare operator"} <= set(group["ratios"])
+    assert "portable step" in capsys.readouterr().out
+
+
+def test_a_wrong_file_is_named_and_not_timed(bench, monkeypatch):
+    pytest.importorskip("onnxruntime")
+    files = bench("onnx_files")
+    monkeypatch.setattr(files, "TOLERANCE", 0.0)
+    (group,) = [g for g in files.step(files.Settings(quick=True)) if g.case["rule"] == "gated"]
+    assert not group.times
+    assert any("fused: NOT TIMED, its output is off by" in note for note in group.notes)

@@ -135,9 +135,7 @@ def test_changelog_knows_this_version():
     assert f"## {la.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", lx.__all__)
-def test_exporter_says_that_it_is_missing(name):
-    function = getattr(lx, name)
-    required = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
-    with pytest.raises(NotImplementedError, match=f"^linattn_export.{name}: the ONNX exporter is not in this version"):
-        function(*required)
+def test_importing_the_exporter_is_light():
+    loaded = python("-c", "import sys, linattn_export; print(*sys.modules)").stdout.split()
+    assert "linattn_export" in loaded
+    assert not {"numba", "onnx", "onnxruntime"} & set(loaded)

@@ -26,7 +26,8 @@ class Model:
     """A language model: token ids in, logits out, one compiled call for a token or a block of them.
 
     Made by `load_model`. `vocab_size`, `hidden_size`, `layers` (the attention layers' configurations), `nbytes` (of the
-    weights) and `eos` (ids that end a text, for `stop` of `generate`) describe it; `listing` is what it computes.
+    weights) and `eos` (ids that end a text, for `stop` of `generate`) describe it; so do `convolutions` (for each layer
+    channels and tokens kept) and `listing` (its operations), for those who translate it.
     A model may be used by several threads, a state by one at a time.
     """
 
@@ -57,17 +58,17 @@ class Model:
         self._operations = np.concatenate(build.operations)
         self.listing = tuple(build.listing)
         self._kept = build.kept
-        self._convolutions = build.convolutions
+        self.convolutions = build.convolutions
         self.layers = tuple(build.layers)
         self.vocab_size, self.hidden_size = vocab, hidden
         self.weights = weights
         self.eos = _ends(config)
-        self._digest = digest(self.layers, self._convolutions)
+        self._digest = digest(self.layers, self.convolutions)
         self._work: dict[int, F32] = {}
 
     def init_state(self, batch_size: int = 1) -> ModelState:
         """A fresh state for `batch_size` streams."""
-        return ModelState(self.layers, self._convolutions, batch_size)
+        return ModelState(self.layers, self.convolutions, batch_size)
 
     def step(self, tokens: ArrayLike, state: ModelState) -> F32:
         """One token of each stream, ids [B]: the state is updated in place. Returns logits [B, vocab]."""
@@ -148,7 +149,7 @@ class Model:
 
     def load_state(self, path: str | os.PathLike[str]) -> ModelState:
         """The state that `ModelState.save` wrote; refused where it belongs to another model."""
-        return ModelState.load(path, self.layers, self._convolutions)
+        return ModelState.load(path, self.layers, self.convolutions)
 
     def _ids(self, tokens: Any, state: Any, axes: int) -> NDArray[np.int64]:
         if not isinstance(state, ModelState):

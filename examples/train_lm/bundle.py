@@ -46,6 +46,29 @@ def bits_per_byte(model: la.Model, text: bytes) -> float:
     return demo.read(model, text, ())[2]
 
 
+def table(runs: Path, curves: dict, data: np.ndarray) -> str:
+    """What the three cost and reach, as Markdown; a softmax row has its attention alone, at two lengths."""
+    early, late = 100, 100_000
+    lines = [
+        f"| model | bits per byte | at 4 × the length | bytes of state, {early} and {late:,} tokens | µs per token |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for kind, found in curves.items():
+        model = la.load_model(runs / (kind if kind != "softmax" else "gla"))
+        states = {n: model.init_state() for n in (early, late)}
+        for n, state in states.items():
+            model.prefill(np.resize(data, n)[None], state, logits="last")
+        rows = demo.measure(model, states)
+        if kind == "softmax":
+            held = " and ".join(f"{row.softmax_bytes:,}" for row in rows)
+            us = " and ".join(f"{row.softmax_us:,.0f}" for row in rows) + ", attention alone"
+        else:
+            held, us = f"{rows[0].state_bytes:,}", " and ".join(f"{row.us_per_token:,.0f}" for row in rows)
+        bits, long = found["held_out_bits_per_byte"], found["held_out_bits_per_byte_at_4x_length"]
+        lines.append(f"| {kind} | {bits:.3f} | {long:.3f} | {held} | {us} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path)
@@ -82,6 +105,7 @@ def main() -> None:
     for weights_as in ("float32", "float16", "int8"):
         model = la.load_model(args.out, weights_as)
         print(weights_as, "bits per byte of the sample:", round(bits_per_byte(model, held[-SAMPLE:]), 4))
+    print(table(args.runs, curves, np.frombuffer(held, np.uint8).astype(np.int64)))
     print(*spelling(la.load_model(args.out), (args.data / "train.txt").read_text()), sep="\n")
 
 

@@ -24,10 +24,16 @@ const { values: options, positionals } = parseArgs({
   },
 });
 const [file] = positionals;
-if (file === undefined) {
+const count = Number(options.tokens);
+const temperature = Number(options.temperature);
+if (file === undefined || !(count >= 1) || !(temperature >= 0) || !options.prompt) {
   console.error('usage: node onnx_stream.mjs FILE.onnx [--runtime onnxruntime-node | onnxruntime-web] [--tokens N] ...');
   process.exit(2);
 }
+process.on('uncaughtException', (error) => {
+  console.error(`onnx_stream.mjs: ${error.message}`);
+  process.exit(1);
+});
 
 const ort = await import(options.runtime);
 const web = options.runtime.startsWith('onnxruntime-web');
@@ -53,7 +59,6 @@ async function timed(work) {
   return result;
 }
 
-const count = Number(options.tokens);
 const found = {};
 if (contract.kind === 'layer') {
   const call = stream.call(contract.tokens ?? 1);
@@ -65,7 +70,6 @@ if (contract.kind === 'layer') {
     if (t < 32) found.outputs.push(Array.from(call.outputs[output.name]));
   }
 } else {
-  const temperature = Number(options.temperature);
   const bytes = contract.outputs[0].shape.at(-1) === 256; // else the prompt is ids, with spaces between
   const ids = bytes ? new TextEncoder().encode(options.prompt) : options.prompt.split(' ').map(Number);
   const text = new TextDecoder();

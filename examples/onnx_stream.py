@@ -27,7 +27,10 @@ def open_session(path):
     options = ort.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    try:
+        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its errors are kinds of RuntimeError, or of nothing
+        raise ValueError(str(error).strip()) from None
 
 
 def read_contract(session):
@@ -182,6 +185,8 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="write the times and first outputs there, to compare runtimes")
     options = parser.parse_args()
+    if options.tokens < 1 or not options.prompt:
+        parser.error("--tokens must be at least 1, and --prompt must not be empty")
 
     with tempfile.TemporaryDirectory() as folder:
         stream = Stream(open_session(options.file or small_layer(folder)))
@@ -203,4 +208,9 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (OSError, ValueError) as error:
+        sys.exit(f"onnx_stream.py: {error}")

@@ -13,7 +13,8 @@ Array = NDArray[Any]
 def whole(name: str, value: Any, least: int, most: int = 2**62) -> int:
     """A whole number from `least` to `most`."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or not least <= value <= most:
-        range_ = f"of at least {least}" if most == 2**62 else f"from {least} to {most}"
+        open_ = most == 2**62 and not (isinstance(value, int) and value > most)
+        range_ = f"of at least {least}" if open_ else f"from {least} to {most}"
         raise ValueError(f"{name}: expected a whole number {range_}, got {value!r}")
     return int(value)
 

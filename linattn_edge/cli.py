@@ -7,11 +7,13 @@ Only what a command needs is imported, and only when it runs: `--help` and `--ve
 import argparse
 import importlib
 import importlib.metadata
+import io
 import json
 import os
 import platform
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -198,17 +200,29 @@ def _drop_output() -> None:
 
 
 def _flush() -> None:
-    if sys.stdout is not None:  # started with its output closed
-        try:
-            sys.stdout.flush()
-        except OSError:
-            _drop_output()
-            raise
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_output()
+        raise
+
+
+def _prepare_output() -> None:
+    """What a terminal's encoding lacks becomes a question mark, warnings one line, and a closed stderr nothing."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (as long as the process)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    warnings.formatwarning = lambda message, *_, **__: f"{PROGRAM}: warning: {message}\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and give its exit status; wrong usage raises SystemExit(2), as argparse does."""
     debug = False
+    _prepare_output()
+    if sys.stdout is None:
+        print(f"{PROGRAM}: error: standard output is closed", file=sys.stderr)
+        return 1
     try:
         try:
             args = _parser().parse_args(argv)

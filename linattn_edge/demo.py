@@ -143,12 +143,13 @@ def plot(result: Result, path: Path) -> None:
     at = [row.position for row in result.rows]
     for axes, ours, theirs, what in (
         (left, "us_per_token", "softmax_us", "µs per token"),
-        (right, "state_bytes", "softmax_bytes", "bytes of memory of the past"),
+        (right, "state_bytes", "softmax_bytes", "memory of the past"),
     ):
         axes.plot(at, [getattr(row, ours) for row in result.rows], marker="o", label="this model, whole")
         axes.plot(at, [getattr(row, theirs) for row in result.rows], "k:", marker="s", label="softmax, attention alone")
         axes.set(xscale="log", yscale="log", xlabel="position, tokens", ylabel=what)
         axes.grid(alpha=0.3)
+    right.yaxis.set_major_formatter(lambda value, _: size(value))
     left.legend(frameon=False)
     figure.suptitle("What a token costs, by how many came before it")
     plots.save(figure, path)
@@ -189,6 +190,7 @@ def run(args: argparse.Namespace) -> None:
         print(describe(result))
     if args.plot is not None:
         plot(result, args.plot)
+        say(f"drawn to {args.plot}\n")
 
 
 def describe(result: Result) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import codecs
+import itertools
 import json
 import sys
 import time
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from linattn_edge.arrays import whole
 from linattn_edge.models import WEIGHTS, Model, ModelState, Tokenizer, bundled, load_model, load_tokenizer
 from linattn_edge.models.generate import Sampler
 from linattn_edge.terminal import readable, size, status, write
@@ -20,7 +22,7 @@ BLOCK = 1 << 12  # tokens between two signs of life
 
 def standard_input() -> Iterator[str]:
     """The text on standard input, piece by piece, each but the last to the end of a line where there is one."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
     rest = ""
     while raw := sys.stdin.buffer.read(PIECE):
         rest += decoder.decode(raw)
@@ -35,11 +37,11 @@ def standard_input() -> Iterator[str]:
 
 def read(model: Model, tokenizer: Tokenizer, pieces: Iterator[str], state: ModelState) -> list[int]:
     """Read a text into the state, all but its last token: that one is returned, and empty if there was none."""
+    first, end = tokenizer.marks()
     last: list[int] = []
     try:
-        for text in pieces:
-            ids = last + tokenizer.encode(text, special=not last)
-            ids, last = ids[:-1], ids[-1:]
+        for ids in itertools.chain([first], map(tokenizer.encode, pieces), [end]):
+            ids, last = (last + ids)[:-1], (last + ids)[-1:]
             for start in range(0, len(ids), BLOCK):
                 model.prefill([ids[start : start + BLOCK]], state, logits="last")
                 status(f"reading: {int(state.position[0])} tokens")
@@ -62,7 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """The command."""
-    Sampler(args.temperature, args.top_k, args.top_p)  # refuse these before anything is loaded
+    Sampler(args.temperature, args.top_k, args.top_p)  # refuse what can't be before anything is loaded or read
+    whole("--tokens", args.tokens, 0)
+    if args.seed is not None:
+        whole("--seed", args.seed, 0)
     if args.prompt is None and (sys.stdin is None or sys.stdin.isatty()):
         raise ValueError("no prompt: give --prompt TEXT, or text on standard input")
     folder = bundled() if args.model is None else args.model

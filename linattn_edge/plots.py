@@ -21,8 +21,8 @@ def check_plot(path: Path | None) -> None:
         return
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"--plot: expected a file that ends in .png, .pdf or .svg, got {path}")
-    if not os.access(path.resolve().parent, os.W_OK):
-        raise OSError(f"--plot: {path.resolve().parent} is no folder that can be written to")
+    if path.is_dir() or not os.access(path.resolve().parent, os.W_OK):
+        raise OSError(f"--plot: {path} can't be written to")
     new_figure((1, 1))
 
 

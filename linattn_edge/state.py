@@ -304,6 +304,12 @@ def layer_of(attn: Any) -> Layer:
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary name to write to, renamed to `path` at the end: a crash or an error leaves the old file whole."""
     target = Path(os.path.realpath(path))  # a link stays one
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {target.parent}")
+    if target.exists() and not target.is_file():
+        raise OSError(f"{path}: not a regular file, and not to be replaced by one")
+    if not os.access(target.parent, os.W_OK):
+        raise PermissionError(f"{path}: the folder {target.parent} can't be written to")
     temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         yield temporary

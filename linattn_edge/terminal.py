@@ -68,7 +68,5 @@ def readable(text: str) -> str:
 
 
 def write(text: str) -> None:
-    """Show a piece of text at once; what the terminal's encoding lacks becomes a question mark."""
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
-    sys.stdout.flush()
+    """Show a piece of text at once."""
+    print(text, end="", flush=True)

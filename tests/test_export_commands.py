@@ -136,3 +136,21 @@ def test_the_demo_exports_the_model():
     assert found is not None
     assert found.worst_relative_error < parity.BOUNDS["float32"]
     assert found.file_bytes > 4_000_000
+
+
+def test_files_that_are_no_onnx(tmp_path, capsys):
+    for name in ("y.json", "y.ort", "y"):
+        assert cli.main(["export", "--layer", LAYER, "-o", str(tmp_path / name), "--ort"]) == 1
+        assert "-o: expected a file that ends in .onnx" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_list_of_decays_on_the_command_line():
+    found = commands.parse_layer("num_heads=2,key_dim=4,update_rule=gated,decay=[-1,-2.5],feature_map=elu")
+    assert found.layer.decay.tolist() == [[-1], [-2.5]]
+
+
+def test_more_tokens_than_a_map_has_positions_for(tmp_path):
+    attn = la.LinearAttention(2, 4, feature_map=la.CosFormer(max_len=5))
+    with pytest.raises(ValueError, match="tokens: cosformer has no φ beyond position 5, got 6 tokens"):
+        lx.export_layer(attn, tmp_path / "l.onnx", tokens=6)

@@ -236,6 +236,13 @@ def damage(change):
         damage(lambda said: said.update(batch_size="many")),
         damage(lambda said: said.update(tokens=True)),
         damage(lambda said: said["inputs"].append(3)),
+        damage(lambda said: said.update(tokens=0)),
+        damage(lambda said: said.update(states=[])),
+        damage(lambda said: said.update(inputs=[])),
+        damage(lambda said: said["states"][0].update(shape=[])),
+        damage(lambda said: said["states"][0].update(shape=["B", "T", 3])),
+        damage(lambda said: said["states"][0].update(initial=10**400)),
+        lambda said: json.dumps(said).replace('"initial": 0.0', '"initial": ' + "9" * 5000),
     ],
 )
 def test_damaged_metadata_is_refused_in_one_line(write, tmp_path):
@@ -250,6 +257,14 @@ def test_damaged_metadata_is_refused_in_one_line(write, tmp_path):
         with pytest.raises(StateMismatchError, match=r"metadata|format_version") as caught:
             call()
         assert "\n" not in str(caught.value)
+
+
+def test_metadata_that_are_no_text(tmp_path):
+    path = tmp_path / "m.onnx"
+    lx.export_layer(la.LinearAttention(2, 4), path)
+    path.write_bytes(path.read_bytes().replace(b'"flavor"', b'"fl\xffvor"'))
+    with pytest.raises(StateMismatchError, match=r"not an ONNX file|not JSON"):
+        lx.read_contract(path)
 
 
 def test_a_contract_that_names_other_tensors_is_followed(tmp_path):

@@ -12,7 +12,7 @@ import linattn_export as lx
 from checkpoints import BASE, forward, make_tensors, write
 from linattn_edge.errors import NotFiniteError, ShapeError, StateMismatchError
 from linattn_edge.kernels import program
-from linattn_export import files, model, weights
+from linattn_export import files, model, parity, weights
 
 FLAVORS = ("fused", "standard", "portable")
 SETTINGS = {
@@ -284,3 +284,34 @@ def test_misuse(gla, tmp_path):
     with pytest.raises(FileNotFoundError):
         lx.export_model(gla, tmp_path / "nowhere" / "model.onnx")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_with_other_weights_is_refused_and_a_wrong_int8_product_found(tmp_path):
+    _, _, folder = checkpoint(tmp_path, "gla")
+    exact, small = la.load_model(folder), la.load_model(folder, "int8")
+    path = tmp_path / "model.onnx"
+    lx.export_model(exact, path)
+    with pytest.raises(StateMismatchError, match="has weights as float32, the model as int8"):
+        lx.verify(path, small)
+    lx.export_model(small, path)
+    lx.verify(path, small)
+    wrong = onnx.load(path)
+    node = [n for n in wrong.graph.node if n.op_type == "MatMulNBits"][-1]  # a norm would hide an earlier one
+    scales = next(t for t in wrong.graph.initializer if t.name == node.input[2])
+    scales.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(scales) * np.float32(1.05), scales.name))
+    onnx.save(wrong, path)
+    with pytest.raises(parity.ParityError, match="exact products"):
+        lx.verify(path, small)
+
+
+def test_what_is_no_dictionary_and_what_is_not_finite(gla, tmp_path):
+    path = tmp_path / "model.onnx"
+    lx.export_model(gla, path)
+    with pytest.raises(TypeError, match="outputs: expected a dictionary of arrays by name, got list"):
+        lx.state_from_outputs([np.zeros(3)], gla, path)
+    state = gla.init_state()
+    state.layers[0].S[0, 0, 0, 0] = np.nan
+    with pytest.raises(NotFiniteError, match="state: it holds NaN"):
+        lx.state_feeds(state, path)
+    with pytest.raises(ValueError, match="names: expected one of"):
+        lx.export_model(gla, path, names=["genai"])

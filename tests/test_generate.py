@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import linattn_edge as la
 from checkpoints import BASE, make_tensors, write
 from linattn_edge import cli, demo, generate
 from linattn_edge.models import bundled
+from linattn_edge.models.tokenizer import ByteTokenizer
 
 COMMAND = [sys.executable, "-m", "linattn_edge"]
 
@@ -74,9 +76,14 @@ def test_a_character_cut_between_two_reads_is_whole(monkeypatch, stdin):
     assert len(pieces) > 3
 
 
-def test_bytes_that_are_no_text_become_replacement_characters(stdin):
-    stdin(b"a\xff\xfeb\xc3")
-    assert "".join(generate.standard_input()) == "a\ufffd\ufffdb\ufffd"
+def test_bytes_that_are_no_text_are_read_as_they_are(stdin, folder, capsys):
+    raw = b"a\xff\xfeb\xc3" * 30_000
+    stdin(raw)
+    assert generated(capsys, "--model", folder, "--tokens", 1)["prompt_tokens"] == len(raw)
+    stdin(raw)
+    assert b"".join(bytes(ByteTokenizer().encode(piece)) for piece in generate.standard_input()) == raw
+    prompt = b"x\xff".decode("utf-8", "surrogateescape")  # as Python gives arguments
+    assert generated(capsys, "--model", folder, "--prompt", prompt, "--tokens", 1)["prompt_tokens"] == 2
 
 
 def test_text_goes_to_standard_output_and_figures_to_the_other(folder, capsys):
@@ -101,8 +108,8 @@ def test_hardly_any_tokens(tokens, folder, capsys):
         (["--prompt", "x", "--temperature", "-1"], "temperature: expected a number from 0 to 1e6, got -1.0"),
         (["--prompt", "x", "--top-k", "0"], "top_k: expected a whole number .*, got 0"),
         (["--prompt", "x", "--top-p", "2"], "top_p: expected .*, got 2.0"),
-        (["--prompt", "x", "--tokens", "-3"], "max_tokens: expected a whole number .*, got -3"),
-        (["--prompt", "x", "--seed", "-3"], "seed: expected a whole number .*, got -3"),
+        (["--prompt", "x", "--tokens", "-3"], "--tokens: expected a whole number .*, got -3"),
+        (["--prompt", "x", "--seed", "-3"], "--seed: expected a whole number .*, got -3"),
         (["--prompt", "x", "--model", "/nowhere"], "/nowhere/config.json: there is no such file"),
     ],
 )
@@ -127,7 +134,7 @@ def test_a_terminal_is_no_prompt(folder, capsys, monkeypatch):
 
 
 def test_the_config_says_what_ends_a_text(tmp_path, capsys):
-    config = BASE["gla"] | {"vocab_size": 256, "eos_token_id": list(range(256))}
+    config = BASE["gla"] | {"vocab_size": 256, "eos_token_id": [*range(256), 256, -1]}
     folder = write(tmp_path, config, make_tensors(config))
     assert la.load_model(folder).eos == tuple(range(256))
     assert generated(capsys, "--model", folder, "--prompt", "x")["tokens"] == 0
@@ -146,12 +153,44 @@ def test_control_characters_do_not_reach_a_terminal(capsys, monkeypatch):
 
 
 def test_what_the_terminal_cannot_show_is_no_error(monkeypatch):
-    from linattn_edge import terminal
-
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    terminal.write("grün ✓")
-    assert raw.getvalue() == b"gr?n ?"
+    assert cli.main(["compare", "--tokens", "8", "--maps", "elu", "--lengths", "8"]) == 0
+    assert b"?s/token" in raw.getvalue()  # µs
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_closed_outputs(closed, folder):
+    code = (
+        f"import sys; sys.{closed} = None\n"
+        f"from linattn_edge import cli; sys.exit(cli.main(['generate', '--model', {str(folder)!r}, '--prompt', 'x']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    if closed == "stdout":
+        assert (done.returncode, done.stdout) == (1, b"")
+        assert done.stderr == b"linattn-edge: error: standard output is closed\n"
+    else:
+        assert done.returncode == 0 and done.stdout and not done.stderr
+
+
+def test_marks_stand_at_the_ends_of_a_long_text(monkeypatch):
+    read = []
+
+    class Model:
+        def prefill(self, ids, state, logits):
+            read.extend(ids[0])
+            state.position[0] += len(ids[0])
+
+    class Tokenizer:
+        def encode(self, text):
+            return [ord(c) for c in text]
+
+        def marks(self):
+            return [1], [2, 3]
+
+    state = SimpleNamespace(position=[0])
+    last = generate.read(Model(), Tokenizer(), iter(["ab", "cd", "ef"]), state)
+    assert read + last == [1, *map(ord, "abcdef"), 2, 3]
 
 
 def test_status_is_for_terminals(capsys, monkeypatch):

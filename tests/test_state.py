@@ -825,3 +825,16 @@ def test_layer_files_with_a_strange_configuration(tmp_path, change):
     with pytest.raises(StateMismatchError) as caught:
         la.LinearAttention.load(path)
     assert "\n" not in str(caught.value)
+
+
+def test_only_regular_files_are_replaced(tmp_path):
+    state = la.LinearAttention(1, 2).init_state()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="pipe: not a regular file"):
+        state.save(pipe)
+    assert pipe.is_fifo()
+    with pytest.raises(OSError, match="not a regular file"):
+        state.save(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"s\.safetensors: there is no folder .*nowhere$"):
+        state.save(tmp_path / "nowhere" / "s.safetensors")

@@ -54,6 +54,22 @@ def test_a_file_there_and_back_piece_by_piece(folder):
     assert "".join(tokenizer.stream(cut)).startswith("\ufffd")
 
 
+def test_marks_are_what_a_whole_text_gets(folder, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    assert load_tokenizer(folder, 300).marks() == ([], [])
+    assert ByteTokenizer().marks() == ([], [])
+    made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    made.add_special_tokens(["<s>", "</s>"])
+    ids = {name: made.token_to_id(name) for name in ("<s>", "</s>")}
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> <s> $A </s>", special_tokens=list(ids.items())
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    first, last = load_tokenizer(tmp_path, 302).marks()
+    assert (first, last) == ([ids["<s>"]] * 2, [ids["</s>"]])
+    assert first + load_tokenizer(tmp_path, 302).encode(TEXT) + last == made.encode(TEXT).ids
+
+
 def test_streams_keep_little(folder):
     """A long stream decodes a few ids at a time."""
     tokenizer = FileTokenizer(folder / "tokenizer.json")

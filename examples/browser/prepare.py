@@ -66,6 +66,8 @@ def main():
     parser.add_argument("--serve", action="store_true", help="then serve the page on this machine")
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()
+    if not 0 <= options.port < 65536:
+        parser.error("--port must be from 0 to 65535")
     copy_runtime(options.modules)
     print(f"model.onnx: {put_file(options.file, options.layer)}")
     if not options.serve:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def source(args: argparse.Namespace) -> Any:
 def parse_layer(text: str) -> la.LinearAttention:
     """A layer as it is written on the command line: LinearAttention's arguments, such as num_heads=8,key_dim=64."""
     options: dict[str, Any] = {}
-    for part in text.split(","):
+    for part in re.split(r",(?![^\[]*\])", text):  # at commas that are in no list
         name, equals, value = part.partition("=")
         if not equals or name in options:
             raise ValueError(f"--layer: expected name=value once for each name, got {part!r}")
@@ -61,7 +62,7 @@ def parse_layer(text: str) -> la.LinearAttention:
     try:
         return la.LinearAttention(**options)
     except TypeError as error:
-        raise ValueError(f"--layer: {error}") from None
+        raise ValueError(f"--layer: {str(error).removeprefix('LinearAttention.__init__() ')}") from None
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +84,8 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_export(args: argparse.Namespace) -> None:
     """Write the file, check it, and say what it is."""
+    if args.output.suffix.lower() != ".onnx":
+        raise ValueError(f"-o: expected a file that ends in .onnx, got {args.output}")
     what = source(args)
     fixed: dict[str, Any] = {"batch_size": args.batch_size, "tokens": args.tokens}
     if args.model is not None:

@@ -89,10 +89,10 @@ def read_contract(path: str | os.PathLike[str]) -> Contract:
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{path}: no such file")
     try:
-        model = onnx.load(os.fspath(path), load_external_data=False)
-    except damaged:
+        model = onnx.load(os.fspath(path), format="protobuf", load_external_data=False)
+        found = {entry.key: entry.value for entry in model.metadata_props}
+    except (damaged, UnicodeDecodeError):
         raise StateMismatchError(f"{path}: not an ONNX file") from None
-    found = {entry.key: entry.value for entry in model.metadata_props}
     return parse(found, path)
 
 
@@ -102,14 +102,14 @@ def parse(metadata: Mapping[str, str], path: Any) -> Contract:
         raise StateMismatchError(f"{path}: not written by linattn_export (no {KEY!r} in its metadata)")
     try:
         said = json.loads(metadata[KEY])
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         raise StateMismatchError(f"{path}: its metadata is not JSON") from None
     version = said.get("format_version") if isinstance(said, dict) else None
     if version != FORMAT_VERSION:
         raise StateMismatchError(f"{path}: format_version {version!r} is not readable; expected {FORMAT_VERSION}")
     try:
         return _contract(said)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise StateMismatchError(f"{path}: its metadata is damaged ({type(error).__name__}: {error})") from None
 
 
@@ -134,6 +134,10 @@ def _contract(said: dict[str, Any]) -> Contract:
         )
         for s in _list(said["states"])
     )
+    if not states or not tensors["inputs"] or not tensors["outputs"]:
+        raise ValueError("no inputs, outputs or states")
+    if any(s.shape[:1] != ("B",) or "T" in s.shape or "B" in s.shape[1:] for s in states):
+        raise ValueError("a state whose shape is not B and numbers")
     names = [s.past for s in states] + [s.present for s in states]
     names += [t.name for side in tensors.values() for t in side]
     if len(set(names)) != len(names):
@@ -149,10 +153,10 @@ def _contract(said: dict[str, Any]) -> Contract:
         tensors["outputs"],
         states,
         layers,
-        _count(said["batch_size"]),
-        _count(said["tokens"]),
-        _count(said["block_length"]),
-        _count(said["horizon"]),
+        _count(said["batch_size"], 1),
+        _count(said["tokens"], 1),
+        _count(said["block_length"], 1),
+        _count(said["horizon"], 1),
         exporter_version=_text(said["exporter_version"]),
         more=_object(said["more"]),
     )
@@ -182,8 +186,8 @@ def _object(value: Any) -> dict[str, Any]:
     return value
 
 
-def _count(value: Any) -> int | None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**62):
+def _count(value: Any, least: int = 0) -> int | None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**62):
         raise TypeError(f"expected a whole number, got {value!r:.80}")
     return value
 

@@ -17,7 +17,7 @@ def need(package: str) -> Any:
     """The module of that name, or an error that says what to install."""
     try:
         return import_module(package)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise ImportError(
             f"linattn_export needs {error.name or package}, which is not installed: pip install 'linattn-edge[export]'"
         ) from None

@@ -30,7 +30,11 @@ def state_feeds(state: Any, path: Path) -> dict[str, Array]:
     check_same(contract, "model" if isinstance(state, ModelState) else "layer", [s._layer for s in layers], path)
     if contract.batch_size not in (None, state.batch_size):
         raise StateMismatchError(f"state: {path} takes {contract.batch_size} streams, the state has {state.batch_size}")
-    return feeds_of(contract, state)
+    feeds = feeds_of(contract, state)
+    for name, array in feeds.items():
+        if not np.isfinite(array).all():
+            raise NotFiniteError(f"state: it holds NaN, inf or numbers beyond float32 ({name})")
+    return feeds
 
 
 def feeds_of(contract: Contract, state: State | ModelState) -> dict[str, Array]:
@@ -59,6 +63,8 @@ def state_from_outputs(
     """
     contract = read_contract(path)
     check_belongs(contract, attn_or_model, path)
+    if not isinstance(outputs, Mapping):
+        raise TypeError(f"outputs: expected a dictionary of arrays by name, got {type(outputs).__name__}")
     missing = [entry.present for entry in contract.states if entry.present not in outputs]
     if missing:
         raise StateMismatchError(f"outputs: {', '.join(missing)} not among them; got {', '.join(outputs) or 'none'}")
@@ -107,7 +113,8 @@ def _fill(state: State, array: Array) -> None:
 def joined(state: State) -> Array:
     """S with z as its last column, where there is one: float32 [B, N, F, V] or [B, N, F, V + 1]."""
     S = state.S if state.z is None else np.concatenate([state.S, state.z[..., None].astype(state.S.dtype)], axis=-1)
-    return np.array(S, np.float32)
+    with np.errstate(over="ignore"):
+        return np.array(S, np.float32)
 
 
 def _checked(entry: Carried, value: ArrayLike, B: int | None) -> Array:
@@ -130,6 +137,9 @@ def check_belongs(contract: Contract, attn_or_model: Any, path: Any) -> None:
     """Refuse the file of anything but this layer or model."""
     if isinstance(attn_or_model, Model):
         check_same(contract, "model", attn_or_model.layers, path)
+        mine, theirs = attn_or_model.weights, contract.more.get("weights")
+        if mine != theirs:
+            raise StateMismatchError(f"{path}: has weights as {theirs}, the model as {mine}")
         convolutions = [sum(c for c, kept in each if kept) for each in attn_or_model.convolutions]
         found = {_layer(entry): entry.shape[1] for entry in contract.states if entry.holds == "conv"}
         if found != {i: channels for i, channels in enumerate(convolutions) if channels}:
@@ -141,8 +151,9 @@ def check_belongs(contract: Contract, attn_or_model: Any, path: Any) -> None:
 def check_same(contract: Contract, kind: str, layers: Sequence[Layer], path: Any) -> None:
     """Refuse the file of another layer, or of a model with others."""
     if contract.kind != kind or len(contract.layers) != len(layers):
-        held = f"a {contract.kind} of {len(contract.layers)} layers"
-        raise StateMismatchError(f"{path}: holds {held}, not a {kind} of {len(layers)}")
+        many = "a layer" if contract.kind == "layer" else f"a model of {len(contract.layers)} layers"
+        wanted = "a layer" if kind == "layer" else f"a model of {len(layers)} layers"
+        raise StateMismatchError(f"{path}: holds {many}, not {wanted}")
     for theirs, layer in zip(contract.layers, layers, strict=True):
         mine = layer.config()
         if theirs != mine:

@@ -32,6 +32,8 @@ def layer_graph(
         batch_size = whole("batch_size", batch_size, 1)
     if tokens is not None:
         tokens = whole("tokens", tokens, 1, BLOCK if flavor == "portable" else 2**62)
+    if tokens is not None and layer.phi.horizon is not None and tokens > layer.phi.horizon:
+        raise ValueError(f"tokens: {layer.phi.name} has no φ beyond position {layer.phi.horizon}, got {tokens} tokens")
     graph = Graph(flavor, opset, batch_size, tokens)
     N, W = layer.N, layer.V + layer.normalize
     inputs = [

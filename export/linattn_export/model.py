@@ -190,7 +190,7 @@ def model_graph(
 ) -> tuple[Graph, Contract]:
     """The graph and the contract of `export_model`."""
     opset = check_opset(flavor, opset)
-    if names not in NAMES:
+    if not isinstance(names, str) or names not in NAMES:
         raise ValueError(f"names: expected one of {', '.join(NAMES)}; got {names!r}")
     if batch_size is not None:
         batch_size = whole("batch_size", batch_size, 1)

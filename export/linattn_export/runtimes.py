@@ -33,7 +33,7 @@ def onnxruntime(path: str) -> Run:
 
 def onnx_reference(path: str) -> Run:
     onnx = need("onnx")
-    evaluator = import_module("onnx.reference").ReferenceEvaluator(onnx.load(path))
+    evaluator = import_module("onnx.reference").ReferenceEvaluator(onnx.load(path, format="protobuf"))
     return lambda feeds: dict(zip(evaluator.output_names, evaluator.run(None, dict(feeds)), strict=True))
 
 
@@ -54,7 +54,7 @@ def openvino(path: str) -> Run:
 
 def tract(path: str) -> Run:
     onnx, package = need("onnx"), _other("tract")
-    graph = onnx.load(path).graph
+    graph = onnx.load(path, format="protobuf").graph
     inputs, outputs = ([value.name for value in side] for side in (graph.input, graph.output))
     int64 = onnx.TensorProto.INT64
     counts = [i for i, value in enumerate(graph.output) if value.type.tensor_type.elem_type == int64]
@@ -81,7 +81,7 @@ def tract(path: str) -> Run:
 def _inlined(path: str, shapes: Mapping[str, tuple[int, ...]] | None = None) -> bytes:
     """The file with its local functions in place: OpenVINO and tract take none. shapes: of its inputs, to fix them."""
     onnx = need("onnx")
-    model = import_module("onnx.inliner").inline_local_functions(onnx.load(path))
+    model = import_module("onnx.inliner").inline_local_functions(onnx.load(path, format="protobuf"))
     if shapes is not None:
         sizes: dict[str, int] = {}
         for value in model.graph.input:
@@ -98,7 +98,7 @@ def _inlined(path: str, shapes: Mapping[str, tuple[int, ...]] | None = None) -> 
 def _other(package: str) -> Any:
     try:
         return import_module(package)
-    except ImportError:
+    except ModuleNotFoundError:
         raise ImportError(f"runtimes: {package} is not installed: pip install {package}") from None
 
 

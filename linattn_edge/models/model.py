@@ -62,7 +62,7 @@ class Model:
         self.layers = tuple(build.layers)
         self.vocab_size, self.hidden_size = vocab, hidden
         self.weights = weights
-        self.eos = _ends(config)
+        self.eos = _ends(config, vocab)
         self._digest = digest(self.layers, self.convolutions)
         self._work: dict[int, F32] = {}
 
@@ -208,13 +208,13 @@ class Model:
         return f"Model({len(self.layers)} layers, hidden {self.hidden_size}, vocab {self.vocab_size}, {self.weights})"
 
 
-def _ends(config: Config) -> tuple[int, ...]:
-    """Ids that end a text, as the config has them: none, one or several."""
+def _ends(config: Config, vocab: int) -> tuple[int, ...]:
+    """Ids that end a text, as the config has them: none, one or several; not those that the model never gives."""
     found = config.take("eos_token_id", None, (int, list, type(None)))
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if not all(type(token) is int for token in ids):
         config.fail(f"eos_token_id: expected ids, got {found!r}")
-    return tuple(ids)
+    return tuple(token for token in ids if 0 <= token < vocab)
 
 
 def bundled() -> Path:

@@ -12,8 +12,12 @@ from linattn_edge.errors import CheckpointError
 class Tokenizer(Protocol):
     """What turns text into ids and ids into text."""
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """The ids of a text; `special` lets the tokenizer add those that mark a beginning or an end."""
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without those that mark a beginning or an end."""
+        ...
+
+    def marks(self) -> tuple[list[int], list[int]]:
+        """The ids that mark the beginning and the end of a text."""
         ...
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
@@ -24,9 +28,13 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Ids are the bytes of UTF-8: a vocabulary of 256."""
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """The bytes of a text; there are no special ones."""
-        return list(text.encode("utf-8"))
+    def encode(self, text: str) -> list[int]:
+        """The bytes of a text; those that Python could not decode, as they were."""
+        return list(text.encode("utf-8", "surrogateescape"))
+
+    def marks(self) -> tuple[list[int], list[int]]:
+        """None."""
+        return [], []
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
         """The text of bytes as they come; what is not UTF-8 becomes U+FFFD."""
@@ -55,9 +63,18 @@ class FileTokenizer:
         except Exception as error:  # the package raises Exception itself
             raise CheckpointError(f"{path}: not a readable tokenizer ({error})") from None
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """The ids of a text, with the special tokens that the tokenizer adds unless told otherwise."""
-        return list(self._backend.encode(text, add_special_tokens=special).ids)
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text."""
+        readable = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        return list(self._backend.encode(readable, add_special_tokens=False).ids)
+
+    def marks(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts before and after a text."""
+        marked, plain = self._backend.encode("a").ids, self.encode("a")
+        for start in range(len(marked) - len(plain) + 1):
+            if marked[start : start + len(plain)] == plain:
+                return marked[:start], marked[start + len(plain) :]
+        return [], []
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
         """The text of ids as they come: each piece is what an id adds to the text of the few before it."""

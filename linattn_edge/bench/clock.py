@@ -13,8 +13,8 @@ _SYSTEM = {WALL: "perf_counter", CPU: "thread_time"}
 def describe(clock: str, looks: int = 20_000) -> dict[str, Any]:
     """How a clock behaves here: both figures are measured, in ns.
 
-    resolution_ns: the smallest step seen between two looks. overhead_ns: what two looks at it, with nothing between them,
-    add to a measured time (the median).
+    resolution_ns: the smallest step seen between two looks. overhead_ns: what two looks at it add to a measured time
+    (the median).
     """
     now = CLOCKS[clock]
     for _ in range(100):

@@ -50,10 +50,8 @@ def revision(folder: Path = Path(__file__).parents[2]) -> str | None:
         return None
 
     def git(*words: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True
-        )
-        return done.stdout.strip()
+        command = ["git", "-C", str(folder), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     try:
         changed = git("status", "--porcelain", "--untracked-files=no")
@@ -97,11 +95,8 @@ def one_blas_thread() -> bool:
     for path in sorted(Path(np.__file__).parent.parent.glob("numpy.libs/*openblas*")):
         with contextlib.suppress(OSError, AttributeError):
             library = ctypes.CDLL(str(path))
-            for name in (
-                "scipy_openblas_set_num_threads64_",
-                "scipy_openblas_set_num_threads",
-                "openblas_set_num_threads",
-            ):
+            for prefix, suffix in (("scipy_", "64_"), ("scipy_", ""), ("", "64_"), ("", "")):
+                name = f"{prefix}openblas_set_num_threads{suffix}"
                 if hasattr(library, name):
                     getattr(library, name)(ctypes.c_int(1))
                     return True

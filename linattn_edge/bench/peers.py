@@ -62,7 +62,7 @@ class Problem:
 
     @cached_property
     def answer(self) -> tuple[Array, Array]:
-        """The last output [B, H, d] and the state [B, H, d, d] after CHECKED_TOKENS tokens, from the float64 reference."""
+        """The last output [B, H, d] and the state [B, H, d, d] after CHECKED_TOKENS tokens, in float64."""
         x = dict(self.arrays)
         attn = self.layer(backend="reference")
         state = State.from_arrays(attn, x.pop("S").astype(np.float64), dtype="float64")

@@ -1,4 +1,4 @@
-"""What a run leaves: a report of groups of rows, the same in the JSON file, in the CSV, on the page and in the tables."""
+"""What a run leaves: a report of groups of rows. JSON, CSV, the page and the tables are all made from it."""
 
 import time
 from collections.abc import Mapping
@@ -65,6 +65,7 @@ class Report:
     kind: str = KIND
     date: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     load_after: list[float] = field(default_factory=list)
+    comparison: dict[str, Any] | None = None  # of `comparison.compare`
 
     def of(self, suite: str) -> list[Group]:
         """The groups of a suite."""

@@ -12,8 +12,8 @@ def summary(samples: Iterable[float]) -> dict[str, float]:
     """The least, percentiles, the largest, the mean, how many, and the noise of the least.
 
     A percentile beyond which not one whole sample lies is left out: p99 of 50 samples would be their largest.
-    noise: the samples, in the order in which they were taken, are cut into blocks; how far the blocks' minima lie apart,
-    relative to the least. It says how well a measurement of a fifth of the length repeats.
+    noise: the samples, in the order in which they were taken, are cut into blocks; how far the blocks' minima lie
+    apart, relative to the least. It says how well a measurement of a fifth of the length repeats.
     """
     values = np.asarray(list(samples), np.float64)
     found = {"min": float(values.min())}

@@ -1,0 +1,237 @@
+"""The report as one page: no script, nothing from elsewhere; light and dark, on screen and on paper."""
+
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+
+from linattn_edge.bench import charts, comparison, files, tables
+from linattn_edge.bench.charts import Dots, Line, Mark, Spot
+from linattn_edge.bench.commands import closing, untimed
+from linattn_edge.bench.record import OURS, Group, Report
+from linattn_edge.bench.roofline import SWEEP
+from linattn_edge.bench.suites import SUITES, context
+from linattn_edge.bench.suites.context import MEMORY_CROSSES, OLD_OVER_FRESH, SOFTMAX, TIME_CROSSES
+from linattn_edge.bench.suites.model import DECODE
+from linattn_edge.bench.suites.step import what
+from linattn_edge.bench.views import Cell, Table, figure, memory, short
+
+STYLE = Path(__file__).with_name("page.css")
+
+TITLES = {
+    "step": "One token",
+    "context": "A long stream",
+    "prefill": "Prompts",
+    "streams": "Many streams",
+    "model": "A whole model",
+    "startup": "Starting",
+}
+
+
+def page(report: Report) -> str:
+    """The whole page."""
+    about = report.machine
+    body = [
+        "<header>",
+        "<h1>What a token costs</h1>",
+        f'<p class="soft">linattn_edge {escape(about["versions"]["linattn_edge"])} on {escape(about["cpu"])}, '
+        f"{escape(report.date[:10])}</p>",
+        f'<pre class="command">{escape(report.command)}</pre>',
+        *(['<p class="warning">A quick run: too short to quote.</p>'] if report.quick else []),
+        cards(report),
+        "</header>",
+    ]
+    if report.comparison:
+        body.append(f"<section>{table(comparison.table(report.comparison))}</section>")
+    for name in dict.fromkeys(group.suite for group in report.groups):
+        groups = report.of(name)
+        drawn = "".join(CHARTS[name](groups)) if name in CHARTS else ""
+        body.append(f'<section id="{name}">\n<h2>{escape(TITLES[name])}</h2>')
+        body.append(f'<div class="charts">{drawn}</div>' if drawn else "")
+        body += [table(found) for found in SUITES[name].tables(groups)]
+        body += [f'<p class="warning">{escape(line)}</p>' for line in untimed(groups)]
+        body.append("</section>")
+    body.append(method(report))
+    title = f"What a token costs: {about['cpu']}"
+    content = "\n".join(part for part in body if part)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<link rel="icon" href="data:,">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{STYLE.read_text(encoding='utf-8')}</style>\n</head>\n<body>\n<main>\n{content}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def number(cell: Cell) -> str:
+    """A figure as text that knows what it stands for."""
+    return escape(cell.text) if cell.value is None else f'<data value="{cell.value!r}">{escape(cell.text)}</data>'
+
+
+def table(found: Table) -> str:
+    """Words to the left, figures to the right."""
+
+    def cell(kind: str, i: int, content: str, fails: bool = False) -> str:
+        look = ' class="left"' if i < found.left else ' class="fails"' if fails else ""
+        return f"<{kind}{look}>{content}</{kind}>"
+
+    head = "".join(cell("th", i, escape(name)) for i, name in enumerate(found.header))
+    rows = "\n".join(
+        f"<tr>{''.join(cell('td', i, number(c), c.text.endswith('FAILS')) for i, c in enumerate(row))}</tr>"
+        for row in found.rows
+    )
+    return (
+        f'<h3>{escape(found.title)}</h3>\n<p class="soft">{escape(found.text)}</p>\n'
+        f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>'
+    )
+
+
+def cards(report: Report) -> str:
+    """The figures that people ask for first."""
+    found: list[tuple[Cell, str]] = []
+    steps = [group for group in report.of("step") if group.row(OURS)]
+    if steps:
+        row = steps[0].row(OURS)
+        assert row is not None and row.time is not None
+        case = steps[0].case
+        cell = figure(row.time["min"])
+        found.append(
+            (Cell(f"{cell.text} µs", cell.value), f"one token, {case['rule']}, {case['H']} heads of width {case['d']}")
+        )
+    parts = {group.case["part"]: group for group in report.of("context")}
+    if "ends" in parts:
+        ratio = parts["ends"].values[OLD_OVER_FRESH]
+        old = parts["ends"].rows[0].case["position"]
+        found.append(
+            (Cell(f"{ratio:.3f}×", ratio), f"the time of a token at position {old:,}, over that of a first one")
+        )
+    if "stream" in parts:
+        row = parts["stream"].rows[0]
+        found.append((memory(row.values["state bytes"]), "the state of a stream, at every position"))
+    if "softmax" in parts and TIME_CROSSES in parts["softmax"].values:
+        at = parts["softmax"].values[TIME_CROSSES]
+        found.append((Cell(f"{at:,.0f} tokens", at), "from here on softmax takes longer"))
+    for group in report.of("model"):
+        row = group.row(DECODE)
+        if row is not None:
+            rate = row.values["tokens/s"]
+            found.append((Cell(f"{short(rate)} tokens/s", rate), f"written by {group.title}"))
+    items = "".join(f'<div class="card"><b>{number(cell)}</b><span>{escape(text)}</span></div>' for cell, text in found)
+    return f'<div class="cards">{items}</div>' if items else ""
+
+
+def drawing(title: str, text: str, chart: str) -> str:
+    return f"<figure><h3>{escape(title)}</h3><figcaption>{escape(text)}</figcaption>{chart}</figure>"
+
+
+def context_charts(groups: Sequence[Group]) -> list[str]:
+    """Time and memory by position, and the distribution of the stream's steps."""
+    flow, scan = (context.part(list(groups), name) for name in ("stream", "softmax"))
+    if flow is None:
+        return []
+    rows = [row for row in flow.rows if "position" in row.case and row.time]
+    at = [row.case["position"] for row in rows]
+    series = [
+        Line(
+            "linear attention, least", "s1", [(p, row.time["min"]) for p, row in zip(at, rows, strict=True) if row.time]
+        ),
+        Line(
+            "its 99th percentile",
+            "s1",
+            [(p, row.time["p99"]) for p, row in zip(at, rows, strict=True) if row.time and "p99" in row.time],
+            thin=True,
+        ),
+    ]
+    kept = [
+        Line("linear attention's state", "s1", [(p, r.values["state bytes"]) for p, r in zip(at, rows, strict=True)])
+    ]
+    when, larger = [], []
+    exact = [row for row in scan.rows if row.name == SOFTMAX and row.time] if scan else []
+    if scan is not None and exact:
+        series.append(Line("softmax, least", "s2", [(r.case["position"], r.time["min"]) for r in exact if r.time]))
+        kept.append(Line("softmax's cache", "s2", [(r.case["position"], r.values["cache bytes"]) for r in exact]))
+        for name, marks in ((TIME_CROSSES, when), (MEMORY_CROSSES, larger)):
+            if name in scan.values:
+                marks.append(Mark(scan.values[name], f"crossover at {scan.values[name]:,.0f}"))
+    x = charts.log_axis("position, tokens", at, 1.5)
+    y = charts.log_axis("µs per token", [b for line in series for _, b in line.points], 1.4)
+    y_kept = charts.byte_axis("memory of the past", [b for line in kept for _, b in line.points])
+    total = flow.rows[-1]
+    assert total.time is not None
+    bins = total.histogram
+    x_bins = charts.log_axis("µs", [edge for low, high, _ in bins for edge in (low, high)], 1.02)
+    y_bins = charts.log_axis("steps", [0.7, *(many for _, _, many in bins)])
+    names = (("p50", "median"), ("p99", "p99"), ("p999", "p99.9"))
+    levels = [
+        Mark(total.time[name], f"{text} {short(total.time[name])} µs") for name, text in names if name in total.time
+    ]
+    about = f"{flow.case['tokens']:,} tokens, {flow.case['H']} heads of width {flow.case['d']}"
+    by_time, by_memory = (
+        charts.lines("Time by position", x, y, series, when),
+        charts.lines("Memory by position", x, y_kept, kept, larger),
+    )
+    spread = charts.bars("Distribution", x_bins, y_bins, bins, levels)
+    return [
+        drawing("Time of a token, by how many came before it", about, by_time),
+        drawing("Memory, by how many tokens came before", about, by_memory),
+        drawing("Every step of the stream", f"{about}; both axes logarithmic", spread),
+    ]
+
+
+def label(group: Group) -> str:
+    rule, B, H, d = (cell.text for cell in what(group))
+    return f"{rule.replace(' (φ = elu, normalised)', ', elu')}, {f'{B} × ' if B != '1' else ''}{H} × {d}"
+
+
+def step_charts(groups: Sequence[Group]) -> list[str]:
+    """Peers' ratios, and the share of the memory's speed."""
+    names = list(dict.fromkeys(r.name for g in groups for r in g.rows if r.time and r.name not in (OURS, SWEEP)))
+    looks = {name: f"s{2 + i % 4}" for i, name in enumerate(names)}
+    ratios, shares = [], []
+    for group in groups:
+        spots = [
+            Spot(row.name, looks[row.name], row.values[f"times {OURS}"])
+            for row in group.rows
+            if row.name in looks and row.time and f"times {OURS}" in row.values
+        ]
+        if spots:
+            ratios.append(Dots(label(group), spots))
+        ours = group.row(OURS)
+        if ours is not None and "share of machine" in ours.values:
+            shares.append(Dots(label(group), [Spot(OURS, "s1", ours.values["share of machine"])]))
+    out = []
+    if ratios:
+        x = charts.log_axis(f"times as long as {OURS}", [1, *(s.value for row in ratios for s in row.spots)])
+        text = "Least times, same tensors, one thread each; further right is slower. Rule, streams × heads × width."
+        out.append(drawing("The same token by other means", text, charts.dots("Peers", x, ratios, line_at=1)))
+    if shares:
+        x = charts.log_axis(
+            "share of what reading and writing the state once reaches", [1, *(s.spots[0].value for s in shares)]
+        )
+        x = charts.Axis(x.title, x.low, x.high, x.ticks, lambda value: f"{value:.0%}")
+        text = "At 100 % the arithmetic would be free, and only memory would take time."
+        out.append(drawing("How close to the memory's speed", text, charts.dots("Roofline", x, shares, line_at=1)))
+    return out
+
+
+CHARTS: dict[str, Callable[[Sequence[Group]], list[str]]] = {"context": context_charts, "step": step_charts}
+
+
+def method(report: Report) -> str:
+    """How this was measured, and all of it as JSON."""
+    clocks = report.method["clocks"]
+    turns = f"{report.method['rounds']} of {report.method['seconds_of_a_turn'] * 1000:g} ms each, in one process"
+    entries = [
+        *zip(("machine", "software", "run"), tables.heading(report), strict=True),
+        *(
+            (name, f"{c['function']}, resolution {c['resolution_ns']} ns; a reading adds {c['overhead_ns']:.0f} ns")
+            for name, c in clocks.items()
+        ),
+        ("garbage collector", report.method["garbage_collector"]),
+        ("turns", f"{turns}; all samples count"),
+        ("took", closing(report)),
+    ]
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in entries)
+    figures = escape(files.to_json(report), quote=False)
+    return (
+        f"<section><h2>How this was measured</h2>\n<dl>{items}</dl>\n<details><summary>All figures, as JSON</summary>"
+        f'<pre id="report">{figures}</pre></details></section>'
+    )

@@ -10,7 +10,7 @@ from linattn_edge.terminal import size
 Points = Sequence[tuple[float, float]]
 
 WIDTH, HEIGHT = 640, 340
-LEFT, RIGHT, TOP, BOTTOM = 66, 18, 14, 46
+LEFT, RIGHT, TOP, BOTTOM = 88, 18, 14, 54
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,20 @@ class Mark:
 
 @dataclass(frozen=True)
 class Axis:
-    """A logarithmic axis from low to high, with ticks."""
+    """An axis from low to high, logarithmic unless said otherwise, with ticks."""
 
     title: str
     low: float
     high: float
     ticks: list[float]
     label: Callable[[float], str]
+    linear: bool = False
 
     def place(self, value: float, start: float, end: float) -> float:
-        share = math.log(value / self.low) / math.log(self.high / self.low)
+        if self.linear:
+            share = (value - self.low) / (self.high - self.low)
+        else:
+            share = math.log(value / self.low) / math.log(self.high / self.low)
         return start + (end - start) * min(1.0, max(0.0, share))
 
 
@@ -64,11 +68,23 @@ def log_axis(title: str, values: Iterable[float], room: float = 1.15) -> Axis:
     return Axis(title, low, high, ticks, plain_number)
 
 
+def round_size(count: float) -> str:
+    """A number of bytes, without the digits of a round one."""
+    return size(count).replace(".0 ", " ")
+
+
+def share_axis(title: str, values: Iterable[float]) -> Axis:
+    """0 % to 100 %, or further where a share is larger."""
+    high = max(1.0, *values) * 1.04
+    ticks = [0.25 * n for n in range(int(high / 0.25) + 1)]
+    return Axis(title, 0, high, ticks, lambda value: f"{value:.0%}", linear=True)
+
+
 def byte_axis(title: str, values: Iterable[float]) -> Axis:
     """Ticks at 1 KiB, 32 KiB, 1 MiB …"""
     found = list(values)
     low, high = min(found) / 2, max(found) * 2
-    return Axis(title, low, high, [t for n in range(0, 12) if low <= (t := 32.0**n) <= high], size)
+    return Axis(title, low, high, [t for n in range(0, 12) if low <= (t := 32.0**n) <= high], round_size)
 
 
 def words(look: str, x: float, y: float, text: str, anchor: str = "middle") -> str:
@@ -126,18 +142,21 @@ def lines(about: str, x: Axis, y: Axis, series: Sequence[Line], marks: Sequence[
         out.append(f'<polyline class="line {line.look}{" thin" if line.thin else ""}" points="{path}"/>')
         for (a, b), (px, py) in zip(line.points, places, strict=True):
             radius = 2 if line.thin else 3.5
-            told = f"{line.name}: {y.label(b) if y.label is size else f'{b:.4g}'} at {a:,.0f}"
+            told = f"{line.name}: {y.label(b) if y.label is round_size else f'{b:.4g}'} at {a:,.0f}"
             out.append(
                 f'<circle class="{line.look}" cx="{px:.1f}" cy="{py:.1f}" r="{radius}" data-x="{a!r}" data-y="{b!r}">'
                 f"<title>{escape(told)}</title></circle>"
             )
-    return legend((line.look, line.name) for line in series) + svg(out, about)
+    return legend((f"{line.look} thin" if line.thin else line.look, line.name) for line in series) + svg(out, about)
 
 
-def bars(about: str, x: Axis, y: Axis, bins: Sequence[Sequence[float]], marks: Sequence[Mark]) -> str:
-    """A histogram: [from, to, how many]."""
-    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
-    out = axes(x, y)
+def bars(
+    about: str, x: Axis, y: Axis, bins: Sequence[Sequence[float]], marks: Sequence[float], width: int = 1040
+) -> str:
+    """A histogram, [from, to, how many], with vertical lines at the marks."""
+    height = 300
+    right, bottom = width - RIGHT, height - BOTTOM
+    out = axes(x, y, width, height)
     for low, high, many in bins:
         a, b = x.place(low, LEFT, right), x.place(high, LEFT, right)
         top = y.place(many, bottom, TOP)
@@ -146,16 +165,10 @@ def bars(about: str, x: Axis, y: Axis, bins: Sequence[Sequence[float]], marks: S
             f'height="{max(bottom - top, 1):.1f}" data-x="{low!r}" data-y="{many!r}">'
             f"<title>{many:,.0f} steps of {low:.3g} to {high:.3g} µs</title></rect>"
         )
-    last = -1e9
-    level = 0
     for mark in marks:
-        at = x.place(mark.x, LEFT, right)
-        level = level + 1 if at - last < 90 else 0
-        last = at
+        at = x.place(mark, LEFT, right)
         out.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{bottom}"/>')
-        anchor, shift = ("end", -5) if at > right - 110 else ("start", 5)
-        out.append(words("note", at + shift, TOP + 12 + 15 * level, mark.text, anchor))
-    return svg(out, about)
+    return svg(out, about, width, height)
 
 
 @dataclass(frozen=True)
@@ -175,9 +188,9 @@ class Dots:
     spots: list[Spot] = field(default_factory=list)
 
 
-def dots(about: str, x: Axis, rows: Sequence[Dots], line_at: float | None = None, left: int = 230) -> str:
+def dots(about: str, x: Axis, rows: Sequence[Dots], line_at: float | None = None, left: int = 250) -> str:
     """A row for each case, a dot for each contestant."""
-    step = 24
+    step = 26
     height = TOP + step * len(rows) + BOTTOM
     right, bottom = WIDTH - RIGHT, height - BOTTOM
     out = []

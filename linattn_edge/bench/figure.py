@@ -55,21 +55,27 @@ def _stream(report: Report, axes: list[Any]) -> None:
     left.legend(frameon=False, fontsize=8)
     middle.set(xscale="log", yscale="log", xlabel="position, tokens", ylabel="bytes of the past")
     bins = flow.rows[-1].histogram
-    right.stairs([many for _, _, many in bins], [*(low for low, _, _ in bins), bins[-1][1]], fill=True)
-    right.set(xscale="log", yscale="log", xlabel="µs, every step of the stream", ylabel="steps")
+    lows, widths = [low for low, _, _ in bins], [high - low for low, high, _ in bins]
+    right.bar(lows, [many for _, _, many in bins], widths, align="edge", log=True)
+    right.set(xscale="log", xlabel="µs, every step of the stream", ylabel="steps")
     for axis in (left, middle, right):
         axis.grid(alpha=0.3)
 
 
 def _peers(report: Report, axes: list[Any]) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+
     axis = axes.pop(0)
-    groups = report.of("step")
+    groups = [g for g in report.of("step") if any(r.time and r.name not in (OURS, SWEEP) for r in g.rows)]
     names = dict.fromkeys(r.name for g in groups for r in g.rows if r.time and r.name not in (OURS, SWEEP))
     for name in names:
         found = [(i, row.values[f"times {OURS}"]) for i, g in enumerate(groups) if (row := g.row(name)) is not None]
         axis.plot([y for _, y in found], [i for i, _ in found], "o", label=name)
     axis.axvline(1, color="black", linewidth=1)
     axis.set(xscale="log", xlabel=f"times as long as {OURS}")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter(ScalarFormatter())
+    axis.xaxis.set_minor_formatter(NullFormatter())
     axis.set_yticks(range(len(groups)), [g.title.removeprefix("one token, ") for g in groups], fontsize=6)
     axis.invert_yaxis()
     axis.grid(alpha=0.3)

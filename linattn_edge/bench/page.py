@@ -13,7 +13,7 @@ from linattn_edge.bench.suites import SUITES, context
 from linattn_edge.bench.suites.context import MEMORY_CROSSES, OLD_OVER_FRESH, SOFTMAX, TIME_CROSSES
 from linattn_edge.bench.suites.model import DECODE
 from linattn_edge.bench.suites.step import what
-from linattn_edge.bench.views import Cell, Table, figure, memory, short
+from linattn_edge.bench.views import Cell, Table, figure, memory, short, times
 
 STYLE = Path(__file__).with_name("page.css")
 
@@ -106,9 +106,10 @@ def cards(report: Report) -> str:
     if "stream" in parts:
         row = parts["stream"].rows[0]
         found.append((memory(row.values["state bytes"]), "the state of a stream, at every position"))
-    if "softmax" in parts and TIME_CROSSES in parts["softmax"].values:
-        at = parts["softmax"].values[TIME_CROSSES]
-        found.append((Cell(f"{at:,.0f} tokens", at), "from here on softmax takes longer"))
+    if "softmax" in parts and parts["softmax"].row(SOFTMAX):
+        last = parts["softmax"].rows[-1]
+        ratio = last.values[f"times {OURS}"]
+        found.append((times(ratio), f"as long takes softmax over {last.case['position']:,} tokens"))
     for group in report.of("model"):
         row = group.row(DECODE)
         if row is not None:
@@ -118,8 +119,8 @@ def cards(report: Report) -> str:
     return f'<div class="cards">{items}</div>' if items else ""
 
 
-def drawing(title: str, text: str, chart: str) -> str:
-    return f"<figure><h3>{escape(title)}</h3><figcaption>{escape(text)}</figcaption>{chart}</figure>"
+def drawing(title: str, text: str, chart: str, look: str = "") -> str:
+    return f"<figure class='{look}'><h3>{escape(title)}</h3><figcaption>{escape(text)}</figcaption>{chart}</figure>"
 
 
 def context_charts(groups: Sequence[Group]) -> list[str]:
@@ -151,7 +152,7 @@ def context_charts(groups: Sequence[Group]) -> list[str]:
         for name, marks in ((TIME_CROSSES, when), (MEMORY_CROSSES, larger)):
             if name in scan.values:
                 marks.append(Mark(scan.values[name], f"crossover at {scan.values[name]:,.0f}"))
-    x = charts.log_axis("position, tokens", at, 1.5)
+    x = charts.log_axis("position, tokens", [a for line in series for a, _ in line.points], 1.5)
     y = charts.log_axis("µs per token", [b for line in series for _, b in line.points], 1.4)
     y_kept = charts.byte_axis("memory of the past", [b for line in kept for _, b in line.points])
     total = flow.rows[-1]
@@ -159,20 +160,26 @@ def context_charts(groups: Sequence[Group]) -> list[str]:
     bins = total.histogram
     x_bins = charts.log_axis("µs", [edge for low, high, _ in bins for edge in (low, high)], 1.02)
     y_bins = charts.log_axis("steps", [0.7, *(many for _, _, many in bins)])
-    names = (("p50", "median"), ("p99", "p99"), ("p999", "p99.9"))
-    levels = [
-        Mark(total.time[name], f"{text} {short(total.time[name])} µs") for name, text in names if name in total.time
+    names = [
+        (name, text) for name, text in (("p50", "median"), ("p99", "p99"), ("p999", "p99.9")) if name in total.time
     ]
+    slowest = short(total.time["max"])
+    told = ", ".join(f"{text} {short(total.time[name])} µs" for name, text in names)
     about = f"{flow.case['tokens']:,} tokens, {flow.case['H']} heads of width {flow.case['d']}"
     by_time, by_memory = (
         charts.lines("Time by position", x, y, series, when),
         charts.lines("Memory by position", x, y_kept, kept, larger),
     )
-    spread = charts.bars("Distribution", x_bins, y_bins, bins, levels)
+    spread = charts.bars("Distribution", x_bins, y_bins, bins, [total.time[name] for name, _ in names])
     return [
         drawing("Time of a token, by how many came before it", about, by_time),
         drawing("Memory, by how many tokens came before", about, by_memory),
-        drawing("Every step of the stream", f"{about}; both axes logarithmic", spread),
+        drawing(
+            "Every step of the stream",
+            f"{about}. Dashed, from the left: {told}; the slowest {slowest} µs.",
+            spread,
+            "wide",
+        ),
     ]
 
 
@@ -203,10 +210,7 @@ def step_charts(groups: Sequence[Group]) -> list[str]:
         text = "Least times, same tensors, one thread each; further right is slower. Rule, streams × heads × width."
         out.append(drawing("The same token by other means", text, charts.dots("Peers", x, ratios, line_at=1)))
     if shares:
-        x = charts.log_axis(
-            "share of what reading and writing the state once reaches", [1, *(s.spots[0].value for s in shares)]
-        )
-        x = charts.Axis(x.title, x.low, x.high, x.ticks, lambda value: f"{value:.0%}")
+        x = charts.share_axis("of what reading and writing the state once reaches", [s.spots[0].value for s in shares])
         text = "At 100 % the arithmetic would be free, and only memory would take time."
         out.append(drawing("How close to the memory's speed", text, charts.dots("Roofline", x, shares, line_at=1)))
     return out

@@ -31,7 +31,7 @@ def ratio(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
     return {name: a[name] / b[name] for name in ("min", "p10")}
 
 
-def histogram(samples: Iterable[float], bins: int = 60) -> list[list[float]]:
+def histogram(samples: Iterable[float], bins: int = 160) -> list[list[float]]:
     """[from, to, how many], bins of equal ratio from the least to the largest; empty ones are left out."""
     values = np.asarray(list(samples), np.float64)
     low, high = values.min(), values.max()

@@ -49,7 +49,7 @@ def plain(table: Table) -> str:
     """The same in characters that every terminal has."""
     text = wrapped(table.text)
     body = plain_table(table.header, [[cell.text for cell in row] for row in table.rows], table.left)
-    return "\n".join([table.title.upper(), *([text] if text else []), "", body])
+    return "\n".join([table.title, "=" * len(table.title), *([text] if text else []), "", body])
 
 
 def wrapped(text: str) -> str:

@@ -1,6 +1,6 @@
 """Tables as data: what the terminal and the page both show. Every number in a cell is one of the report."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,11 @@ ABSENT = Cell("–")
 def word(text: Any) -> Cell:
     """No figure."""
     return Cell(str(text))
+
+
+def layer_name(case: Mapping[str, Any]) -> str:
+    """A rule, and its map where that is not the identity."""
+    return f"{case['rule']} (φ = elu, normalised)" if case["map"] == "elu" else str(case["rule"])
 
 
 def count(value: Any) -> Cell:

@@ -210,14 +210,14 @@ def softmax_disagreement(exact: SoftmaxAttention) -> str | None:
 
 
 def crossing(at: Sequence[int], series: Sequence[float], level: float) -> float | None:
-    """Where a growing series first passes the level, between its points along a line in logarithms; None if nowhere."""
-    for i, value in enumerate(series):
-        if value > level:
-            if i == 0:
-                return float(at[0])
-            share = math.log(level / series[i - 1]) / math.log(value / series[i - 1])
-            return float(at[i - 1] * (at[i] / at[i - 1]) ** share)
-    return None
+    """From where on a series stays above the level, between its points along a line in logarithms; None if nowhere."""
+    below = [i for i, value in enumerate(series) if value <= level]
+    if not below:
+        return float(at[0])
+    if (i := below[-1]) == len(series) - 1:
+        return None
+    share = math.log(level / series[i]) / math.log(series[i + 1] / series[i])
+    return float(at[i] * (at[i + 1] / at[i]) ** share)
 
 
 def part(groups: list[Group], name: str) -> Group | None:
@@ -252,11 +252,9 @@ def tables(groups: list[Group]) -> list[Table]:
             "the tokens up to each position. softmax: one token over a cache of as many keys and values, "
             "the compiled scan alone, without the Python call and checks that are part of the other."
         )
-        if scan is not None and TIME_CROSSES in scan.values:
-            text += f" Softmax is slower from position {scan.values[TIME_CROSSES]:,.0f} on"
-            if MEMORY_CROSSES in scan.values:
-                text += f", and larger from position {scan.values[MEMORY_CROSSES]:,.0f} on"
-            text += "."
+        for name, what in ((TIME_CROSSES, "slower"), (MEMORY_CROSSES, "larger")):
+            if scan is not None and (at := scan.values.get(name)) is not None:
+                text += f" Softmax is {what} from position {at:,.0f} on."
         if scan is not None:
             text += "".join(f" {note}" for note in scan.notes)
         header = ["position", "least", "median", "p99", "state", "softmax, least", "its cache"]

@@ -9,7 +9,7 @@ from linattn_edge.bench.inputs import layer_inputs, make_layer
 from linattn_edge.bench.record import Group, Row
 from linattn_edge.bench.suites.base import Job, Settings, measure
 from linattn_edge.bench.turns import timed
-from linattn_edge.bench.views import ABSENT, Table, count, figure, word
+from linattn_edge.bench.views import ABSENT, Table, count, figure, layer_name, word
 
 RULES = ("linear", "gated", "gated_delta")
 LENGTHS = (16, 64, 512, 4096)
@@ -48,7 +48,7 @@ def tables(groups: list[Group]) -> list[Table]:
     for group in groups:
         by_length: dict[int, Row] = {row.case["T"]: row for row in group.rows}
         cells = [figure((by_length[T].time or {}).get("min")) if T in by_length else ABSENT for T in lengths]
-        rows.append([word(group.case["rule"]), count(group.case["H"]), count(group.case["d"]), *cells])
+        rows.append([word(layer_name(group.case)), count(group.case["H"]), count(group.case["d"]), *cells])
     return [
         Table(
             "A prompt in one call",

@@ -11,7 +11,19 @@ from linattn_edge.bench.record import OURS, Group
 from linattn_edge.bench.roofline import SWEEP, roofline, step_bytes, sweep
 from linattn_edge.bench.suites.base import Job, Settings, measure
 from linattn_edge.bench.turns import Run, timed
-from linattn_edge.bench.views import ABSENT, Cell, Table, count, figure, figures, memory, percent, times, word
+from linattn_edge.bench.views import (
+    ABSENT,
+    Cell,
+    Table,
+    count,
+    figure,
+    figures,
+    layer_name,
+    memory,
+    percent,
+    times,
+    word,
+)
 
 SIZES = ((1, 8, 64), (1, 32, 64), (1, 32, 128), (8, 8, 64))  # B, H, d
 RULES = ("linear", "gated", "delta", "gated_delta")
@@ -92,7 +104,7 @@ def tables(groups: list[Group]) -> list[Table]:
     header = ["update rule", "streams", "heads", "width"]
     found = [
         Table(
-            "One token",
+            "A call of step()",
             "µs for one call of step() from Python, all checks on: the least, the median, and what 1 call in 100 and 1 "
             "in 1000 exceeds. GB/s: the memory traffic of the least. of machine's: its share of what this machine "
             "reaches when it only reads and writes that much memory.",
@@ -117,5 +129,4 @@ def tables(groups: list[Group]) -> list[Table]:
 
 def what(group: Group) -> list[Cell]:
     case = group.case
-    rule = f"{case['rule']} (φ = elu, normalised)" if case["map"] == "elu" else case["rule"]
-    return [word(rule), count(case["B"]), count(case["H"]), count(case["d"])]
+    return [word(layer_name(case)), count(case["B"]), count(case["H"]), count(case["d"])]

@@ -7,7 +7,6 @@ import numpy as np
 
 WALL, CPU = "wall clock", "thread CPU time"
 CLOCKS = {WALL: time.perf_counter_ns, CPU: time.thread_time_ns}  # reading the second costs more: for long calls
-_SYSTEM = {WALL: "perf_counter", CPU: "thread_time"}
 
 
 def describe(clock: str, looks: int = 20_000) -> dict[str, Any]:
@@ -25,9 +24,9 @@ def describe(clock: str, looks: int = 20_000) -> dict[str, Any]:
         seen[i] = now() - start
     steps = np.abs(np.diff(seen))
     found = np.concatenate([seen[seen > 0], steps[steps > 0]])
-    info = time.get_clock_info(_SYSTEM[clock])
+    info = time.get_clock_info("perf_counter" if clock == WALL else "thread_time")
     return {
-        "function": f"time.{_SYSTEM[clock]}_ns",
+        "function": f"time.{now.__name__}",
         "monotonic": info.monotonic,
         "resolution_ns": int(found.min()) if found.size else 0,
         "overhead_ns": float(np.median(seen)),

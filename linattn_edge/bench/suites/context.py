@@ -110,6 +110,7 @@ def ends(settings: Settings, attn: LinearAttention, state: State) -> Group:
         run = timed(lambda: attn.step(q, k, v, here, out=out))
 
         def contestant(n: int) -> Array:
+            assert kept.z is not None
             here.S, here.z, here.position = kept.S, kept.z, kept.position
             attn.step(q, k, v, here, out=out)
             return run(n)

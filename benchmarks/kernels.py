@@ -1,7 +1,7 @@
 """What a token costs: our kernels beside a C yardstick, NumPy, ONNX Runtime and torch, taking turns in one process.
 
     python benchmarks/kernels.py --json kernels.json
-    python benchmarks/table.py kernels.json README.md
+    python benchmarks/table.py kernels.json docs/kernels.md
 
 Compare only figures of one run. `min` is the least of many samples, `p10` their tenth percentile; a ratio "a / b" is
 given for both. Ours is timed from Python, so the call, all checks and exp of g are in it; the yardstick is timed
@@ -15,7 +15,6 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,7 +33,8 @@ from linattn_edge.bench.clock import CPU, WALL
 from linattn_edge.bench.inputs import layer_inputs, make_layer, steppers
 from linattn_edge.bench.machine import load, machine
 from linattn_edge.bench.peers import Problem, agreeing, builders
-from linattn_edge.bench.statistics import ratio
+from linattn_edge.bench.statistics import ratio, summary
+from linattn_edge.bench.suites.startup import first_call
 from linattn_edge.bench.turns import Missing, Run, alternate, timed
 from linattn_edge.terminal import status as progress
 
@@ -291,20 +291,6 @@ def drift(dtype: str, tokens: int) -> float:
     return float(np.sqrt(np.mean((got - right) ** 2, dtype=np.float64) / np.mean(right**2, dtype=np.float64)))
 
 
-FIRST_CALL = """
-from time import perf_counter
-start = perf_counter()
-import numba
-imported = perf_counter()
-import numpy as np
-import linattn_edge as la
-attn = la.LinearAttention(8, 64)
-x = np.ones((1, 8, 64), np.float32)
-attn.step(x, x, x, attn.init_state())
-print(imported - start, perf_counter() - imported)
-"""
-
-
 WARM = "beyond it, warm cache"
 
 
@@ -313,38 +299,28 @@ def startup(settings: Settings) -> Iterator[Group]:
     group = Group("startup", "first step of a process, H = 8, d = 64", {"H": 8, "d": 64}, unit="s")
     taken: dict[str, list[float]] = {}
 
-    def first_call(folder: str, kind: str) -> None:
+    def one(folder: str, kind: str) -> None:
         progress(f"startup: {kind} …")
-        environment = os.environ | ({"NUMBA_CACHE_DIR": folder} if folder else {})
-        done = subprocess.run(
-            [sys.executable, "-c", FIRST_CALL], env=environment, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            reason = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-            raise Missing(f"a new process fails: {reason[0]}")
-        importing, rest = map(float, done.stdout.split())
-        taken.setdefault("import numba", []).append(importing)
+        importing, numba, rest = first_call(folder)
+        taken.setdefault("import linattn_edge", []).append(importing)
+        taken.setdefault("import numba", []).append(numba)
         taken.setdefault(kind, []).append(rest)
 
     try:
         if settings.quick:
             group.notes.append("cold compile: left out by --quick")
             for _ in range(2):
-                first_call(os.environ.get("NUMBA_CACHE_DIR", ""), WARM)
+                one("", WARM)
             taken[WARM].pop(0)  # it may have had to compile
         for _ in range(0 if settings.quick else 3):
             with tempfile.TemporaryDirectory() as folder:
-                first_call(folder, "beyond it, cold: one configuration compiled")
+                one(folder, "beyond it, cold: one configuration compiled")
                 for _ in range(5):
-                    first_call(folder, WARM)
+                    one(folder, WARM)
     except Missing as reason:
         group.notes.append(str(reason))
     for name, seconds in taken.items():
-        group.times[name] = {
-            "min": min(seconds),
-            "p10": float(np.percentile(seconds, 10)),
-            "samples": len(seconds),
-        }
+        group.times[name] = summary(seconds)
     yield group
 
 

@@ -111,7 +111,7 @@ def chosen_peers(text: str | None) -> tuple[str, ...]:
         if name not in PEERS:
             raise ValueError(f"--peers: expected of {', '.join(PEERS)} with commas between, or none; got {name!r}")
         if name != "softmax" and find_spec(name) is None:
-            raise ImportError(f"--peers: {name} is not installed")
+            raise ValueError(f"--peers: {name} is not installed")
     return tuple(names)
 
 

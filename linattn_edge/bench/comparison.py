@@ -10,6 +10,7 @@ from linattn_edge.bench.suites.context import SOFTMAX
 from linattn_edge.bench.views import Table, figure, percent, times, word
 
 LEAST_BAND = 0.05  # where memory happens to lie differs from process to process, and no run can see that
+LEAST_SAMPLES = 3  # fewer say nothing of their noise
 FOREIGN = {SWEEP, SOFTMAX, *(name for builders in PEERS.values() for name in builders)}  # not our code
 SLOWER, FASTER, SAME = "slower", "faster", "within noise"
 
@@ -43,6 +44,8 @@ def compare(old: Report, new: Report, fail_above: float | None = None) -> dict[s
             past = before.get(key(group, row))
             if past is None or not past.time:
                 missing += 1
+                continue
+            if min(past.time["samples"], row.time["samples"]) < LEAST_SAMPLES:
                 continue
             ratio = row.time["min"] / past.time["min"]
             band = max(LEAST_BAND, math.hypot(past.time["noise"], row.time["noise"], drift))

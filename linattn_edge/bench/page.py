@@ -12,8 +12,7 @@ from linattn_edge.bench.roofline import SWEEP
 from linattn_edge.bench.suites import SUITES, context
 from linattn_edge.bench.suites.context import MEMORY_CROSSES, OLD_OVER_FRESH, SOFTMAX, TIME_CROSSES
 from linattn_edge.bench.suites.model import DECODE
-from linattn_edge.bench.suites.step import what
-from linattn_edge.bench.views import Cell, Table, figure, memory, short, times
+from linattn_edge.bench.views import Cell, Table, figure, layer_name, memory, short, times
 
 STYLE = Path(__file__).with_name("page.css")
 
@@ -78,9 +77,11 @@ def table(found: Table) -> str:
         f"<tr>{''.join(cell('td', i, number(c), c.text.endswith('FAILS')) for i, c in enumerate(row))}</tr>"
         for row in found.rows
     )
+    above = f'<h3>{escape(found.title)}</h3>\n<p class="soft">{escape(found.text)}</p>\n'
+    if not found.rows:
+        return above
     return (
-        f'<h3>{escape(found.title)}</h3>\n<p class="soft">{escape(found.text)}</p>\n'
-        f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>'
+        f'{above}<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>'
     )
 
 
@@ -173,8 +174,9 @@ def distribution(flow: Group) -> str:
 
 
 def label(group: Group) -> str:
-    rule, B, H, d = (cell.text for cell in what(group))
-    return f"{rule.replace(' (φ = elu, normalised)', ', elu')}, {f'{B} × ' if B != '1' else ''}{H} × {d}"
+    case = group.case
+    streams = f"{case['B']} × " if case["B"] != 1 else ""
+    return f"{layer_name(case)}, {streams}{case['H']} × {case['d']}"
 
 
 def step_charts(groups: Sequence[Group]) -> list[str]:

@@ -23,7 +23,7 @@ def show(table: Table) -> None:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    rich = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    rich = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for i, name in enumerate(table.header):
         rich.add_column(name, justify="left" if i < table.left else "right", no_wrap=i < table.left, overflow="fold")
     for row in table.rows:
@@ -31,7 +31,10 @@ def show(table: Table) -> None:
     console.print(Text(table.title, style="bold"))
     if table.text:
         console.print(Text(table.text, style="dim"), width=min(console.width, WIDEST))
-    console.print(rich)
+    console.print()
+    if table.rows:
+        console.print(rich)
+        console.print()
 
 
 def _console() -> Any:
@@ -48,6 +51,8 @@ def _console() -> Any:
 def plain(table: Table) -> str:
     """The same in characters that every terminal has."""
     text = wrapped(table.text)
+    if not table.rows:
+        return f"{table.title}\n{'=' * len(table.title)}\n{text}"
     body = plain_table(table.header, [[cell.text for cell in row] for row in table.rows], table.left)
     return "\n".join([table.title, "=" * len(table.title), *([text] if text else []), "", body])
 

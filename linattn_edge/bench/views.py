@@ -36,7 +36,7 @@ def word(text: Any) -> Cell:
 
 def layer_name(case: Mapping[str, Any]) -> str:
     """A rule, and its map where that is not the identity."""
-    return f"{case['rule']} (φ = elu, normalised)" if case["map"] == "elu" else str(case["rule"])
+    return f"{case['rule']}, elu" if case["map"] == "elu" else str(case["rule"])
 
 
 def count(value: Any) -> Cell:

@@ -52,7 +52,8 @@ def tables(groups: list[Group]) -> list[Table]:
     return [
         Table(
             "A prompt in one call",
-            "µs of CPU time for each token of a prompt of T tokens given to prefill(), least of many.",
+            "µs of CPU time for each token of a prompt of T tokens given to prefill(), least of many. φ is the "
+            "identity; elu: elu(x) + 1, normalised.",
             ["update rule", "heads", "width", *(f"T = {T:,}" for T in lengths)],
             rows,
         )

@@ -59,4 +59,4 @@ def tables(groups: list[Group]) -> list[Table]:
         "one call of step() moves them all on, or a call for each. tokens/s: of all streams together, at the median."
     )
     header = ["streams", "least", "median", "p99", "tokens/s", "a call for each, least", "all states"]
-    return [Table("Many streams", text, header, rows)]
+    return [Table("A token of each stream", text, header, rows)]

@@ -88,7 +88,7 @@ def notes(old: Report, new: Report, both: int, missing: int) -> list[str]:
     """What a reader must know before believing the ratios."""
     found = []
     if not both:
-        raise ValueError("--compare: the two runs have no row in common")
+        raise ValueError(f"--compare: the two runs have no row in common with {LEAST_SAMPLES} samples or more")
     if old.machine["cpu"] != new.machine["cpu"]:
         found.append(f"The old run was on another CPU, {old.machine['cpu']}.")
     if old.quick != new.quick:

@@ -18,7 +18,11 @@ def to_json(report: Report) -> str:
 def from_json(path: Path) -> Report:
     """The report in a file; ValueError where it holds none."""
     try:
-        return Report.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise ValueError(f"{path}: not a JSON file") from None
+    try:
+        return Report.from_dict(data)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 PERCENTILES = {"p10": 10, "p50": 50, "p90": 90, "p99": 99, "p999": 99.9}
+NEEDED = {"p90": 10, "p99": 100, "p999": 1000}  # samples, so that one lies beyond
 BLOCKS = 5  # that a measurement is cut into to see how well it repeats
 
 
@@ -18,7 +19,7 @@ def summary(samples: Iterable[float]) -> dict[str, float]:
     values = np.asarray(list(samples), np.float64)
     found = {"min": float(values.min())}
     for name, percent in PERCENTILES.items():
-        if percent <= 50 or values.size * (100 - percent) >= 100:
+        if values.size >= NEEDED.get(name, 1):
             found[name] = float(np.percentile(values, percent))
     minima = [block.min() for block in np.array_split(values, min(BLOCKS, values.size))]
     found |= {"max": float(values.max()), "mean": float(values.mean()), "samples": values.size}

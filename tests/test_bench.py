@@ -25,10 +25,6 @@ from linattn_edge.bench.roofline import SWEEP, roofline, step_bytes
 from linattn_edge.bench.suites import SUITES, Settings, context, startup, step
 from linattn_edge.bench.views import Table, short, word
 
-NO_JIT = os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
-compiled = pytest.mark.skipif(NO_JIT, reason="interpreted kernels are not what is measured")
-
-
 # ---- statistics, by a clock that does what it is told
 
 
@@ -314,8 +310,6 @@ def test_a_new_process_that_fails(monkeypatch):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A quick run of all suites: its folder, what it printed, and the report."""
-    if NO_JIT:
-        pytest.skip("interpreted kernels are not what is measured")
     folder = tmp_path_factory.mktemp("bench")
     words = ["bench", "--quick", "--save", str(folder / "bench.json"), "--html", str(folder / "report.html")]
     out, real = io.StringIO(), sys.stdout
@@ -457,7 +451,6 @@ def test_nothing_to_plot(run, tmp_path, capsys):
     assert "neither was measured" in capsys.readouterr().err
 
 
-@compiled
 def test_in_a_pipe_there_are_tables_and_nothing_else():
     command = [sys.executable, "-m", "linattn_edge", "bench", "streams", "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -465,7 +458,6 @@ def test_in_a_pipe_there_are_tables_and_nothing_else():
     assert "A token of each stream\n======" in done.stdout
 
 
-@compiled
 @pytest.mark.skipif(not hasattr(os, "pipe2"), reason="needs POSIX pipes")
 def test_a_closed_pipe_is_silent(run):
     reader, writer = os.pipe()
@@ -701,7 +693,6 @@ def test_the_light_tables_of_names_are_right():
     assert set(found) == {"linattn_edge.bench", "linattn_edge.bench.commands"}
 
 
-@compiled
 def test_the_command_in_the_report_makes_it_again(tmp_path, capsys):
     words = ["bench", "streams", "--quick", "--peers", "none", "--pin", "none", "--json"]
     assert cli.main(words) == 0

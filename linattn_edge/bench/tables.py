@@ -11,6 +11,7 @@ from linattn_edge.terminal import table as plain_table
 from linattn_edge.terminal import write
 
 WIDEST = 120
+HEADER = 9  # letters of a header in one line, where its column needs no more
 
 
 def show(table: Table) -> None:
@@ -25,7 +26,9 @@ def show(table: Table) -> None:
 
     rich = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for i, name in enumerate(table.header):
-        rich.add_column(name, justify="left" if i < table.left else "right", no_wrap=i < table.left, overflow="fold")
+        widest = max([len(row[i].text) for row in table.rows], default=0)
+        lines = textwrap.fill(name, max(widest, HEADER), break_long_words=False)
+        rich.add_column(lines, justify="left" if i < table.left else "right", no_wrap=True)
     for row in table.rows:
         rich.add_row(*(Text(cell.text) for cell in row))
     console.print(Text(table.title, style="bold"))

@@ -77,55 +77,44 @@ def finish(
 
 
 def tables(groups: list[Group]) -> list[Table]:
-    """Ours with the roofline, then the peers' ratios."""
-    own, ratios = [], []
-    names = list(
-        dict.fromkeys(row.name for g in groups for row in g.rows if row.name not in (OURS, SWEEP) and row.time)
-    )
+    """Ours, what memory allows, then the peers' ratios."""
+    own, memory_, ratios = [], [], []
+    timed_rows = [row for group in groups for row in group.rows if row.time]
+    names = list(dict.fromkeys(row.name for row in timed_rows if row.name not in (OURS, SWEEP)))
     for group in groups:
         ours = group.row(OURS)
         if ours is None or ours.time is None:
             continue
-        values = ours.values
-        about = what(group)
-        own.append(
-            [
-                *about,
-                *figures(ours.time, ("min", "p50", "p99", "p999")),
-                memory(values.get("bytes moved")),
-                figure(values.get("GB/s")),
-                figure(values.get("machine GB/s")),
-                percent(values.get("share of machine")),
-            ]
-        )
+        about, values = what(group), ours.values
+        state = memory(values.get("state bytes"))
+        own.append([*about, *figures(ours.time, ("min", "p50", "p99", "p999")), state])
+        speeds = [figure(values.get(name)) for name in ("GB/s", "machine GB/s")]
+        moved, share = memory(values.get("bytes moved")), percent(values.get("share of machine"))
+        memory_.append([*about, moved, *speeds, share])
         rows = {row.name: row for row in group.rows if row.time}
         if any(name in rows for name in names):
             others = [times(rows[n].values.get(f"times {OURS}")) if n in rows else ABSENT for n in names]
             ratios.append([*about, figure(ours.time["min"]), *others])
     header = ["update rule", "streams", "heads × width"]
+    texts = (
+        "µs for one call from Python, all checks on: the least, the median, and what 1 call in 100 and 1 in 1000 "
+        "exceeds. φ is the identity; elu: elu(x) + 1, normalised. state: what a call reads and writes, at any position.",
+        "moved: what the call must read and write; GB/s: that, in the least time; possible: what this machine reaches "
+        "when it does nothing but read and write as much memory; share: how much of that the call reaches.",
+        f"How many times as long as {OURS} each takes, least times, same numbers in and out, one thread each. Below 1 it "
+        f"is faster than {OURS}.",
+    )
     found = [
+        Table("A call of step()", texts[0], [*header, "least", "median", "p99", "p99.9", "state"], own),
         Table(
-            "A call of step()",
-            "µs for one call from Python, all checks on: the least, the median, and what 1 call in 100 and 1 in 1000 "
-            "exceeds. moved: what a call must read and write; GB/s: that, in the least time; possible: what this "
-            "machine reaches when it does nothing but read and write that much; share: how much of it a call reaches. "
-            "φ is the identity; elu: elu(x) + 1, normalised.",
-            [*header, "least", "median", "p99", "p99.9", "moved", "GB/s", "possible", "share"],
-            own,
-            left=1,
-        )
+            "How close that is to the memory's speed",
+            texts[1],
+            [*header, "moved", "GB/s", "possible", "share"],
+            memory_,
+        ),
     ]
     if ratios:
-        found.append(
-            Table(
-                "The same token by other means",
-                f"How many times as long as {OURS} each takes, least times, same numbers in and out, one thread each. "
-                f"Below 1 it is faster than {OURS}.",
-                [*header, f"{OURS}, µs", *names],
-                ratios,
-                left=1,
-            )
-        )
+        found.append(Table("The same token by other means", texts[2], [*header, f"{OURS}, µs", *names], ratios))
     return found
 
 

@@ -101,9 +101,10 @@ def tables(groups: list[Group]) -> list[Table]:
         "exceeds. φ is the identity; elu: elu(x) + 1, normalised. state: what a call reads and writes, at any position.",
         "moved: what the call must read and write; GB/s: that, in the least time; possible: what this machine reaches "
         "when it does nothing but read and write as much memory; share: how much of that the call reaches.",
-        f"How many times as long as {OURS} each takes, least times, same numbers in and out, one thread each. Below 1 it "
-        f"is faster than {OURS}.",
+        f"How many times as long as {OURS} each takes, least times, same numbers in and out, one thread each. Below 1 "
+        f"it is faster than {OURS}.",
     )
+    speed = [*header, "moved", "GB/s", "possible", "share"]
     found = [
         Table("A call of step()", texts[0], [*header, "least", "median", "p99", "p99.9", "state"], own),
         Table(

@@ -23,6 +23,7 @@ from linattn_edge.bench.page import page
 from linattn_edge.bench.record import OURS, Group, Report, Row
 from linattn_edge.bench.roofline import SWEEP, roofline, step_bytes
 from linattn_edge.bench.suites import SUITES, Settings, context, startup, step
+from linattn_edge.bench.suites.base import measure
 from linattn_edge.bench.views import Table, short, word
 
 # ---- statistics, by a clock that does what it is told
@@ -206,7 +207,7 @@ def test_a_peer_that_disagrees_is_reported_and_not_timed(fault):
     assert rows["wrong"].time is None
     assert rows["wrong"].note.startswith(f"NOT TIMED, its {'state' if fault == 'state' else 'output'} is off by")
     assert rows["absent"].note == "left out, there is no such package"
-    assert len(steps) == peers.CHECKED_TOKENS
+    assert len(steps) == peers.CHECKED_TOKENS * Settings.short().builds
     assert rows["NumPy"].time["min"] > 0 and rows["NumPy"].values[f"times {OURS}"] > 0
     (line, _) = commands.untimed([group])
     assert line.startswith("wrong: NOT TIMED") and "H = 2" in line
@@ -383,7 +384,7 @@ def test_json_csv_and_page_have_the_same_figures(run, capsys):
     assert data == json.loads((folder / "bench.json").read_text(encoding="utf-8"))
     assert cli.main(["bench", "--from", source, "--csv"]) == 0
     lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    rows = [row for group in report.groups for row in group.rows]
+    rows = [row for group in report.groups for row in (*group.rows, *group.controls)]
     measured = [line for line in lines if line["unit"]]
     assert len(measured) == len(rows)
     for row, line in zip(rows, measured, strict=True):
@@ -637,7 +638,7 @@ def test_names_of_machines_are_no_markup():
         ('{"kind": "other"}', "not a report"),
         ('{"kind": "linattn-edge bench", "format": 99}', "format 99"),
         ('{"kind": "linattn-edge bench", "format": 1}', "damaged report"),
-        ('{"kind": "linattn-edge bench", "format": 1, "groups": [{"rows": [{}]}]}', "damaged report"),
+        ('{"kind": "linattn-edge bench", "format": 1, "groups": [{"rows": [{}], "controls": []}]}', "damaged report"),
     ],
 )
 def test_a_file_that_is_no_report(tmp_path, capsys, content, message):
@@ -700,3 +701,24 @@ def test_the_command_in_the_report_makes_it_again(tmp_path, capsys):
     assert found.command == "linattn-edge bench streams --quick --peers none --pin none"
     assert found.method["pinned_to_core"] is None and found.method["peers"] == []
     assert copy.deepcopy(found).to_dict() == found.to_dict()
+
+
+def test_a_group_is_built_several_times_in_memory_of_its_own():
+    places = []
+
+    def build():
+        array = np.zeros(100_000)
+        places.append(array.ctypes.data)
+
+        def one(n):
+            return np.full(n, float(len(places)) + array[0])
+
+        return {"a": one, "b": one}, ({} if len(places) < 2 else {"b": "NOT TIMED, it changed its mind"})
+
+    group = measure(Group("s", "g"), replace(Settings.short(), builds=3), build)
+    assert len(set(places)) == 3
+    (a, b) = group.rows
+    assert a.time["min"] == 1 and a.time["max"] == 3 and a.time["noise"] == 2
+    assert b.time is None and b.note.startswith("NOT TIMED")
+    (control,) = group.controls
+    assert control.time["min"] > 0

@@ -137,6 +137,7 @@ def measure(args: argparse.Namespace, show: bool) -> Any:
             "rounds": settings.rounds,
             "seconds_of_a_turn": settings.turn,
             "seconds_of_a_slow_contestant": settings.budget,
+            "builds": settings.builds,
             "peers": list(peers),
         }
         report = Report(command(args), args.quick, about, method)

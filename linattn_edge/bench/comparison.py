@@ -27,11 +27,11 @@ def key(group: Group, row: Row) -> tuple[Any, ...]:
 def compare(old: Report, new: Report, fail_above: float | None = None) -> dict[str, Any]:
     """Ratios new / old of the least times of our own rows; those slower by more than fail_above percent, noise apart.
 
-    A row's band is the root of the sum of the squares of the noise of both measurements and of how much a plain sweep
-    of memory, in which none of our code is, changed between the runs; at least LEAST_BAND. Slower or faster is what
+    A row's band is the root of the sum of the squares of the noise of both measurements and of how much the controls of
+    its group, in which none of our code is, changed between the runs; at least LEAST_BAND. Slower or faster is what
     lies outside of it.
     """
-    before = {key(group, row): row for group in old.groups for row in group.rows if row.time}
+    before = {key(group, row): row for group in old.groups for row in (*group.rows, *group.controls) if row.time}
     drifts = [drift for group in new.groups if (drift := machine_drift(before, group)) is not None]
     usual = sorted(drifts)[len(drifts) // 2] if drifts else 0.0
     rows, missing = [], 0
@@ -75,13 +75,14 @@ def compare(old: Report, new: Report, fail_above: float | None = None) -> dict[s
 
 
 def machine_drift(before: dict[tuple[Any, ...], Row], group: Group) -> float | None:
-    """How much the group's sweep of memory changed, as a share; None where there is none in both."""
-    now = group.row(SWEEP)
-    past = None if now is None else before.get(key(group, now))
-    if now is None or not now.time or past is None or not past.time:
-        return None
-    ratio = now.time["min"] / past.time["min"]
-    return max(ratio, 1 / ratio) - 1
+    """How much the group's controls and its sweep of memory changed, as a share; None where none is in both."""
+    found = []
+    for now in (*group.controls, *(row for row in group.rows if row.name == SWEEP)):
+        past = before.get(key(group, now))
+        if now.time and past is not None and past.time:
+            ratio = now.time["min"] / past.time["min"]
+            found.append(max(ratio, 1 / ratio) - 1)
+    return max(found, default=None)
 
 
 def notes(old: Report, new: Report, both: int, missing: int) -> list[str]:
@@ -133,8 +134,8 @@ def table(comparison: dict[str, Any]) -> Table:
     text = (
         f"New over old, least times, with the run of {old['date']}{revision}. {len(rows) - len(changed)} of "
         f"{len(rows)} rows are the same within their noise band and not shown. The band of a row comes from how well "
-        "both measurements repeat and from how much the machine itself changed in between, by a plain sweep of memory: "
-        f"{comparison['machine_drift']:.0%}."
+        "both measurements repeat and from how much the machine itself changed in between, by code that is not ours "
+        f"(mostly {comparison['machine_drift']:.0%})."
     )
     text += "".join(f" {note}" for note in comparison["notes"])
     if (limit := comparison["fail_above"]) is not None:

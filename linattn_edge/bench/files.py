@@ -32,7 +32,7 @@ def to_csv(report: Report) -> str:
     lines: list[dict[str, Any]] = []
     for group in report.groups:
         about = {"suite": group.suite, "group": group.title}
-        for row in group.rows:
+        for row in (*group.rows, *group.controls):
             case = {name: value for name, value in (group.case | row.case).items() if name not in about}
             line = about | {"name": row.name} | case | {"unit": row.unit, "clock": row.clock}
             lines.append(line | (row.time or {}) | row.values | ({"note": row.note} if row.note else {}))

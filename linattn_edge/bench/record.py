@@ -38,6 +38,7 @@ class Group:
     values: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     load: list[float] = field(default_factory=load)
+    controls: list[Row] = field(default_factory=list)  # what a comparison knows the machine's own changes by
 
     def row(self, name: str) -> Row | None:
         """The first row of that name that was timed."""
@@ -83,7 +84,10 @@ class Report:
         if data.get("format") != FORMAT:
             raise ValueError(f"a report of format {data.get('format')!r}; this version reads format {FORMAT}")
         try:
-            groups = [Group(**{**g, "rows": [Row(**row) for row in g["rows"]]}) for g in data["groups"]]
+            groups = [
+                Group(**{**group, **{name: [Row(**row) for row in group[name]] for name in ("rows", "controls")}})
+                for group in data["groups"]
+            ]
             return cls(**{**data, "groups": groups})
         except (TypeError, KeyError) as error:
             raise ValueError(f"a damaged report ({error})") from None

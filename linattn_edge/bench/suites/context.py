@@ -13,7 +13,7 @@ from linattn_edge.bench.machine import free_memory, resident_memory
 from linattn_edge.bench.peers import TOLERANCE
 from linattn_edge.bench.record import OURS, Group, Row
 from linattn_edge.bench.statistics import histogram, summary
-from linattn_edge.bench.suites.base import Job, Settings, measure
+from linattn_edge.bench.suites.base import Built, Job, Settings, measure
 from linattn_edge.bench.turns import Array, Run, timed
 from linattn_edge.bench.views import ABSENT, Cell, Table, count, figure, figures, memory, times, word
 from linattn_edge.kernels.layout import STEP
@@ -103,22 +103,26 @@ def stream(attn: LinearAttention, state: State, tokens: int) -> Group:
 def ends(settings: Settings, attn: LinearAttention, state: State) -> Group:
     """The state at the end of the stream and a fresh one, in turn, in the same memory: only what it holds differs."""
     group = Group("context", "its end beside its beginning", {"part": "ends", "H": H, "d": D})
-    here, out = attn.init_state(), np.empty((1, H, D), np.float32)
     q, k, v = few_tokens(1)[0]
-
-    def holding(kept: State) -> Run:
-        run = timed(lambda: attn.step(q, k, v, here, out=out))
-
-        def contestant(n: int) -> Array:
-            assert kept.z is not None
-            here.S, here.z, here.position = kept.S, kept.z, kept.position
-            attn.step(q, k, v, here, out=out)
-            return run(n)
-
-        return contestant
-
     old, fresh = state.copy(), attn.init_state()
-    measure(group, settings, {"old": holding(old), "fresh": holding(fresh)}, rounds=4 * settings.rounds)
+
+    def build() -> Built:
+        here, out = attn.init_state(), np.empty((1, H, D), np.float32)
+
+        def holding(kept: State) -> Run:
+            run = timed(lambda: attn.step(q, k, v, here, out=out))
+
+            def contestant(n: int) -> Array:
+                assert kept.z is not None
+                here.S, here.z, here.position = kept.S, kept.z, kept.position
+                attn.step(q, k, v, here, out=out)
+                return run(n)
+
+            return contestant
+
+        return {"old": holding(old), "fresh": holding(fresh)}, {}
+
+    measure(group, settings, build, rounds=4 * settings.rounds)
     for row, kept in zip(group.rows, (old, fresh), strict=True):
         row.case["position"] = int(kept.position[0])
         row.values["state bytes"] = kept.nbytes
@@ -145,12 +149,17 @@ def softmax(settings: Settings, attn: LinearAttention, tokens: int) -> Group:
     at = cache_positions(tokens, limit)
     cache = filled(exact, at[-1])
     q, k, v = few_tokens(1)[0]
-    state, out = attn.init_state(), np.empty((1, H, D), np.float32)
-    step = compiled_step(exact, cache, q, k, v, out)
-    contestants = {OURS: timed(lambda: attn.step(q, k, v, state, out=out))}
-    for position in at:
-        contestants[f"{SOFTMAX} {position}"] = timed(step, before=rewind(cache, position - 1))
-    measure(group, settings, contestants)
+    state = attn.init_state()
+
+    def build() -> Built:
+        own, out = attn.init_state(), np.empty((1, H, D), np.float32)
+        step = compiled_step(exact, cache, q, k, v, out)
+        contestants = {OURS: timed(lambda: attn.step(q, k, v, own, out=out))}
+        for position in at:
+            contestants[f"{SOFTMAX} {position}"] = timed(step, before=rewind(cache, position - 1))
+        return contestants, {}
+
+    measure(group, settings, build)
     ours, rest = group.rows[0], group.rows[1:]
     ours.values["state bytes"] = state.nbytes
     for row, position in zip(rest, at, strict=True):

@@ -4,10 +4,9 @@ from functools import partial
 
 import numpy as np
 
-from linattn_edge.bench.clock import WALL
-from linattn_edge.bench.record import Group, Row
-from linattn_edge.bench.suites.base import Job, Settings
-from linattn_edge.bench.turns import Array, Run, alternate, timed
+from linattn_edge.bench.record import Group
+from linattn_edge.bench.suites.base import Built, Job, Settings, measure
+from linattn_edge.bench.turns import Array, Run, timed
 from linattn_edge.bench.views import ABSENT, Table, figure, figures, memory, word
 from linattn_edge.models import Model, load_model
 
@@ -28,14 +27,16 @@ def whole(settings: Settings, name: str) -> Group:
     group = Group("model", f"the {name} model", case)
     ids = np.random.default_rng(0).integers(0, model.vocab_size, lengths[-1])
     state = model.init_state()
-    model.prefill(ids[None, : lengths[0]], state)
-    contestants: dict[str, Run] = {DECODE: timed(lambda: model.step([1], state))}
-    for T in lengths:
-        contestants[f"prompt of {T}"] = first_token(model, ids[None, :T])
-    times = alternate(contestants, settings.rounds, settings.turn, settings.budget)
-    group.rows.append(Row(DECODE, {}, times.pop(DECODE)))
-    for T, (title, time) in zip(lengths, times.items(), strict=True):
-        group.rows.append(Row(title, {"T": T}, time, unit="ms", clock=WALL))
+
+    def build() -> Built:
+        own = model.init_state()
+        model.prefill(ids[None, : lengths[0]], own)
+        prompts = {f"prompt of {T}": first_token(model, ids[None, :T]) for T in lengths}
+        return {DECODE: timed(lambda: model.step([1], own)), **prompts}, {}
+
+    measure(group, settings, build)
+    for row, T in zip(group.rows[1:], lengths, strict=True):
+        row.case["T"], row.unit = T, "ms"
     for row in group.rows:
         assert row.time is not None
         seconds = row.time["p50"] * (1e-3 if row.unit == "ms" else 1e-6)

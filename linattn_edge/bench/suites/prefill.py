@@ -7,7 +7,7 @@ import numpy as np
 from linattn_edge.bench.clock import CPU
 from linattn_edge.bench.inputs import layer_inputs, make_layer
 from linattn_edge.bench.record import Group, Row
-from linattn_edge.bench.suites.base import Job, Settings, measure
+from linattn_edge.bench.suites.base import Built, Job, Settings, measure
 from linattn_edge.bench.turns import timed
 from linattn_edge.bench.views import ABSENT, Table, count, figure, layer_name, word
 
@@ -30,12 +30,16 @@ def prompt(settings: Settings, rule: str, d: int, lengths: tuple[int, ...]) -> G
     attn = make_layer(rule, d)
     case = {"rule": rule, "map": attn.layer.phi.name, "H": attn.layer.H, "d": d}
     group = Group("prefill", f"{rule}, H = {attn.layer.H}, d = {d}", case)
-    contestants = {}
-    for T in lengths:
-        x = layer_inputs(attn, (1, T))
-        call = partial(attn.prefill, **x, state=attn.init_state(), out=np.empty_like(x["v"]))
-        contestants[f"T = {T}"] = timed(call, CPU, T)
-    measure(group, settings, contestants, clock=CPU)
+
+    def build() -> Built:
+        contestants = {}
+        for T in lengths:
+            x = layer_inputs(attn, (1, T))
+            call = partial(attn.prefill, **x, state=attn.init_state(), out=np.empty_like(x["v"]))
+            contestants[f"T = {T}"] = timed(call, CPU, T)
+        return contestants, {}
+
+    measure(group, settings, build, clock=CPU)
     for row, T in zip(group.rows, lengths, strict=True):
         row.case["T"] = T
     return group

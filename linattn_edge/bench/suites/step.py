@@ -1,6 +1,6 @@
 """One token, by rule, heads, widths and batch; beside peers, and beside what memory allows."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -9,8 +9,8 @@ from linattn_edge.bench.inputs import layer_inputs, make_layer, steppers
 from linattn_edge.bench.peers import Builder, Problem, agreeing, builders
 from linattn_edge.bench.record import OURS, Group
 from linattn_edge.bench.roofline import SWEEP, roofline, step_bytes, sweep
-from linattn_edge.bench.suites.base import Job, Settings, measure
-from linattn_edge.bench.turns import Run, timed
+from linattn_edge.bench.suites.base import Built, Job, Settings, measure
+from linattn_edge.bench.turns import timed
 from linattn_edge.bench.views import (
     ABSENT,
     Cell,
@@ -49,24 +49,27 @@ def title(case: Mapping[str, Any]) -> str:
 def beside_peers(settings: Settings, case: dict[str, Any], candidates: Mapping[str, Builder] | None = None) -> Group:
     """Ours and the peers on the same tensors; who gives other answers is not timed."""
     problem = Problem(case["rule"], case["H"], case["d"], case["B"])
-    contestants, absent = agreeing(problem, builders(settings.peers) if candidates is None else candidates)
-    return finish(settings, case, problem.layer(), contestants, absent)
+    found = builders(settings.peers) if candidates is None else candidates
+    return finish(settings, case, problem.layer(), lambda: agreeing(problem, found))
 
 
 def alone(settings: Settings, case: dict[str, Any]) -> Group:
     """A layer that the peers have no operator for."""
     attn = make_layer(case["rule"], case["d"], case["H"])
-    return finish(settings, case, attn, {OURS: timed(steppers([attn], case["B"])[0])}, {})
+    return finish(settings, case, attn, lambda: ({OURS: timed(steppers([attn], case["B"])[0])}, {}))
 
 
-def finish(
-    settings: Settings, case: dict[str, Any], attn: LinearAttention, contestants: dict[str, Run], absent: dict[str, str]
-) -> Group:
+def finish(settings: Settings, case: dict[str, Any], attn: LinearAttention, build: Callable[[], Built]) -> Group:
     """Measure, and hold the step beside a sweep of as much memory as the state takes."""
     group = Group("step", title(case), case)
     state = attn.init_state(case["B"])
     swept = state.S.nbytes
-    measure(group, settings, contestants | {SWEEP: sweep(swept)}, absent)
+
+    def all_of_them() -> Built:
+        contestants, absent = build()
+        return {**contestants, SWEEP: sweep(swept)}, absent
+
+    measure(group, settings, all_of_them)
     ours, control = group.row(OURS), group.row(SWEEP)
     if ours and ours.time and control and control.time:
         moved = step_bytes(attn, layer_inputs(attn, (case["B"],)))
@@ -98,21 +101,16 @@ def tables(groups: list[Group]) -> list[Table]:
     header = ["update rule", "streams", "heads × width"]
     texts = (
         "µs for one call from Python, all checks on: the least, the median, and what 1 call in 100 and 1 in 1000 "
-        "exceeds. φ is the identity; elu: elu(x) + 1, normalised. state: what a call reads and writes, at any position.",
+        "exceeds. φ is the identity; elu: elu(x) + 1, normalised. state: what a call reads and writes at any position.",
         "moved: what the call must read and write; GB/s: that, in the least time; possible: what this machine reaches "
         "when it does nothing but read and write as much memory; share: how much of that the call reaches.",
         f"How many times as long as {OURS} each takes, least times, same numbers in and out, one thread each. Below 1 "
         f"it is faster than {OURS}.",
     )
-    speed = [*header, "moved", "GB/s", "possible", "share"]
+    speed = ["moved", "GB/s", "possible", "share"]
     found = [
         Table("A call of step()", texts[0], [*header, "least", "median", "p99", "p99.9", "state"], own),
-        Table(
-            "How close that is to the memory's speed",
-            texts[1],
-            [*header, "moved", "GB/s", "possible", "share"],
-            memory_,
-        ),
+        Table("Beside the memory's speed", texts[1], [*header, *speed], memory_),
     ]
     if ratios:
         found.append(Table("The same token by other means", texts[2], [*header, f"{OURS}, µs", *names], ratios))

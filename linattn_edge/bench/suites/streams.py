@@ -7,7 +7,7 @@ import numpy as np
 
 from linattn_edge.bench.inputs import layer_inputs, make_layer, steppers
 from linattn_edge.bench.record import Group
-from linattn_edge.bench.suites.base import Job, Settings, measure
+from linattn_edge.bench.suites.base import Built, Job, Settings, measure
 from linattn_edge.bench.turns import timed
 from linattn_edge.bench.views import Table, count, figure, figures, memory
 
@@ -26,12 +26,14 @@ def streams(settings: Settings, B: int) -> Group:
     attn = make_layer("gated", D, H)
     case = {"rule": "gated", "B": B, "H": H, "d": D}
     group = Group("streams", f"{B} streams, gated, H = {H}, d = {D}", case)
-    x = layer_inputs(attn, (1,))
-    out = np.empty_like(x["v"])
-    calls = [partial(attn.step, **x, state=attn.init_state(), out=out) for _ in range(B)]
-    turn = cycle(calls)
-    contestants = {TOGETHER: timed(steppers([attn], B)[0], units=B), APART: timed(lambda: next(turn)())}
-    measure(group, settings, contestants)
+
+    def build() -> Built:
+        x = layer_inputs(attn, (1,))
+        out = np.empty_like(x["v"])
+        turn = cycle([partial(attn.step, **x, state=attn.init_state(), out=out) for _ in range(B)])
+        return {TOGETHER: timed(steppers([attn], B)[0], units=B), APART: timed(lambda: next(turn)())}, {}
+
+    measure(group, settings, build)
     for row in group.rows:
         if row.time:
             row.values["tokens/s"] = 1e6 / row.time["p50"]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from linattn_edge import __version__, compare, demo, generate
+from linattn_edge.bench import commands as bench
 from linattn_export import commands as export
 
 PROGRAM = "linattn-edge"
@@ -155,6 +156,7 @@ def _no_arguments(parser: argparse.ArgumentParser) -> None:
 COMMANDS = (
     Command("demo", "read, write and measure with the bundled model", demo.add_arguments, demo.run),
     Command("generate", "write text after a prompt of any length", generate.add_arguments, generate.run),
+    Command("bench", "measure what a token costs on this machine", bench.add_arguments, bench.run),
     Command("compare", "compare feature maps with softmax: cost and error", compare.add_arguments, compare.run),
     Command("export", "write a layer or model as an ONNX file", export.add_export_arguments, export.run_export),
     Command("verify", "run an ONNX file beside the Python runtime", export.add_verify_arguments, export.run_verify),

@@ -265,22 +265,32 @@ def test_where_a_series_passes_a_level_for_good():
 
 
 def test_pinning(monkeypatch):
-    with machine.pinned("none") as core:
-        assert core is None
+    with machine.Pin("none") as pin:
+        pin.renew()
+    assert pin.cores == []
     if not hasattr(os, "sched_setaffinity"):
         pytest.skip("this system can't pin")
     allowed = os.sched_getaffinity(0)
-    with machine.pinned() as core:
-        assert os.sched_getaffinity(0) == {core}
-    assert os.sched_getaffinity(0) == allowed
-    with machine.pinned(str(min(allowed))) as core:
-        assert core == min(allowed)
+    monkeypatch.setattr(machine, "load", lambda: [len(allowed) + 1.0])  # busy: the system is to choose
+    with machine.Pin() as pin:
+        pin.renew()
+        assert os.sched_getaffinity(0) == allowed and pin.cores == []
+    monkeypatch.setattr(machine, "load", lambda: [0.0])
+    with machine.Pin() as pin:
+        pin.renew()
+        assert os.sched_getaffinity(0) == set(pin.cores)
+        pin.renew()
+    assert os.sched_getaffinity(0) == allowed and set(pin.cores) <= allowed
+    with machine.Pin(str(min(allowed))) as pin:
+        pin.renew()
+    assert pin.cores == [min(allowed)]
     for wrong in ("99999", "-1", "some"):
-        with pytest.raises(ValueError, match="--pin: expected"), machine.pinned(wrong):
-            pass
+        with pytest.raises(ValueError, match="--pin: expected"):
+            machine.Pin(wrong)
     monkeypatch.delattr(os, "sched_setaffinity")
-    with machine.pinned() as core:
-        assert core is None
+    with machine.Pin() as pin:
+        pin.renew()
+    assert pin.cores == []
 
 
 def test_a_machine_that_tells_little(monkeypatch, tmp_path):
@@ -530,7 +540,7 @@ def report(step_us=10.0, sweep_us=5.0, noise=0.01, samples=1000, cpu="Some CPU",
     about |= {"load": [0.1], "revision": "abc", "date": "2031-02-03"}
     known = {"function": "f", "monotonic": True, "resolution_ns": 1, "overhead_ns": 50.0}
     clocks = dict.fromkeys(clock.CLOCKS, known)
-    method = {"clocks": clocks, "pinned_to_core": None, "garbage_collector": "off", "rounds": 1, "seconds_of_a_turn": 1}
+    method = {"clocks": clocks, "pinned_to_cores": [], "garbage_collector": "off", "rounds": 1, "seconds_of_a_turn": 1}
     return Report("linattn-edge bench", False, about, method, [Group("step", title, case, rows, load=[])])
 
 
@@ -699,7 +709,7 @@ def test_the_command_in_the_report_makes_it_again(tmp_path, capsys):
     assert cli.main(words) == 0
     found = Report.from_dict(json.loads(capsys.readouterr().out))
     assert found.command == "linattn-edge bench streams --quick --peers none --pin none"
-    assert found.method["pinned_to_core"] is None and found.method["peers"] == []
+    assert found.method["pinned_to_cores"] == [] and found.method["peers"] == []
     assert copy.deepcopy(found).to_dict() == found.to_dict()
 
 

@@ -128,11 +128,11 @@ def measure(args: argparse.Namespace, show: bool) -> Any:
     names = args.suites or list(TABLE)
     start = time.perf_counter()
     about, blas = machine.machine(), machine.one_blas_thread()
-    with machine.pinned(args.pin) as core:
+    with machine.Pin(args.pin) as pin:
         method = {
             "clocks": {name: clock.describe(name) for name in clock.CLOCKS},
             "garbage_collector": machine.collector(),
-            "pinned_to_core": core,
+            "pinned_to_cores": pin.cores,
             "numpy_held_to_one_thread": blas,
             "rounds": settings.rounds,
             "seconds_of_a_turn": settings.turn,
@@ -146,7 +146,10 @@ def measure(args: argparse.Namespace, show: bool) -> Any:
         for number, name in enumerate(names, 1):
             suite = TABLE[name]
             label = f"{name} ({number} of {len(names)})"
-            done = [job.run() for job in progress(suite.plan(settings), label, describe=lambda job: job.title)]
+            done = []
+            for job in progress(suite.plan(settings), label, describe=lambda job: job.title):
+                pin.renew()
+                done.append(job.run())
             report.groups += done
             if show:
                 show_suite(report, name)

@@ -7,7 +7,6 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,40 +102,49 @@ def one_blas_thread() -> bool:
     return False
 
 
-@contextlib.contextmanager
-def pinned(core: str = "auto") -> Iterator[int | None]:
-    """Keep the calling thread on one core meanwhile: a number, "auto" for the one that is quickest now, or "none".
+class Pin:
+    """Keeps the calling thread on one core: a number, "auto" for the one that is quickest now, or "none".
 
-    Gives the core, or None where it stays free: not asked for, or the system can't.
+    Where as much is running as there are cores, "auto" leaves the thread to the system, which moves it to where it is
+    let run at all. Within `with`, `renew` chooses anew; `cores` are those that were used, none where the system can't.
     """
-    if core == "none" or not hasattr(os, "sched_setaffinity"):
-        yield None
-        return
-    allowed = os.sched_getaffinity(0)
-    if core == "auto":
-        chosen = _quickest(sorted(allowed))
-    else:
-        chosen = int(core) if core.isdecimal() else -1
-        if chosen not in allowed:
-            known = ", ".join(map(str, sorted(allowed)))
+
+    def __init__(self, core: str = "auto") -> None:
+        self.cores: list[int] = []
+        self._core = core
+        self._allowed = os.sched_getaffinity(0) if hasattr(os, "sched_setaffinity") and core != "none" else set()
+        if self._allowed and core != "auto" and not (core.isdecimal() and int(core) in self._allowed):
+            known = ", ".join(map(str, sorted(self._allowed)))
             raise ValueError(f"--pin: expected auto, none or one of the cores {known}; got {core}")
-    try:
-        os.sched_setaffinity(0, {chosen})
-        yield chosen
-    finally:
-        os.sched_setaffinity(0, allowed)
+
+    def __enter__(self) -> "Pin":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._allowed:
+            os.sched_setaffinity(0, self._allowed)
+
+    def renew(self) -> None:
+        """Stay where it is quickest now: what else the machine does moves about."""
+        if self._core == "auto" and self._allowed and max(load()[:1], default=0) >= len(self._allowed):
+            os.sched_setaffinity(0, self._allowed)
+        elif self._allowed:
+            core = _quickest(sorted(self._allowed)) if self._core == "auto" else int(self._core)
+            os.sched_setaffinity(0, {core})
+            if core not in self.cores:
+                self.cores.append(core)
 
 
 def _quickest(cores: list[int], most: int = 16) -> int:
-    """The core on which a short loop takes least: one that nobody else is using, if there is one."""
-
-    def seconds(core: int) -> float:
-        os.sched_setaffinity(0, {core})
-        start = time.perf_counter()
-        sum(range(400_000))
-        return time.perf_counter() - start
-
-    return min(cores[:most], key=seconds)
+    """The core on which short loops take least: one that nobody else is using, if there is one."""
+    seconds = dict.fromkeys(cores[:most], 0.0)
+    for _ in range(3):
+        for core in seconds:
+            os.sched_setaffinity(0, {core})
+            start = time.perf_counter()
+            sum(range(200_000))
+            seconds[core] += time.perf_counter() - start
+    return min(seconds, key=seconds.__getitem__)
 
 
 def collector() -> str:

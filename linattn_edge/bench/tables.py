@@ -70,10 +70,11 @@ def heading(report: Report) -> list[str]:
     about = report.machine
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     revision = f" ({about['revision']})" if about.get("revision") else ""
-    pinned = report.method["pinned_to_core"]
+    cores = report.method["pinned_to_cores"]
+    pinned = f"pinned to core {', then '.join(map(str, cores))}" if cores else "no core pinned"
     loads = " to ".join(f"{load[0]:.1f}" for load in (about["load"], report.load_after) if load) or "not known"
     return [
         f"{about['cpu']} ({about['llvm_cpu']}), {about['cores']} cores, {about['system']}",
         f"{versions}{revision}",
-        f"{report.date}, load average {loads}, {'no core pinned' if pinned is None else f'pinned to core {pinned}'}",
+        f"{report.date}, load average {loads}, {pinned}",
     ]

@@ -19,9 +19,9 @@ class Settings:
     """How much to measure, and beside what."""
 
     quick: bool = False
-    rounds: int = 60  # turns of each contestant
+    rounds: int = 45  # turns of each contestant
     turn: float = 5e-3  # seconds of a turn
-    budget: float = 2.0  # seconds of a slow contestant, all turns together
+    budget: float = 1.5  # seconds of a slow contestant, all turns together
     builds: int = 3  # how often contestants are made anew, elsewhere in memory
     peers: tuple[str, ...] = ()  # packages, and "softmax"
     model: Path | None = None  # by default the bundled one

@@ -11,6 +11,7 @@ import pytest
 
 import linattn_edge as la
 from linattn_edge import cli
+from linattn_edge import info as info_
 from linattn_edge.features import MAPS
 from linattn_edge.rules import RULES
 
@@ -57,7 +58,7 @@ def test_info_json_says_the_same(capsys):
     assert info["cpu"]["name"]
     assert info["kernel_cache"]["writable"] == (info["kernel_cache"]["folder"] is not None)
     assert info["packages"].keys() == {"numpy", "numba", "llvmlite", "safetensors"}
-    assert set(info["optional_packages"]) == set(cli.OPTIONAL_PACKAGES)
+    assert set(info["optional_packages"]) == set(info_.OPTIONAL_PACKAGES)
 
 
 def test_info_without_a_writable_cache_folder(capsys, monkeypatch):

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from linattn_edge.info import collect_info
+
 
 def load() -> list[float]:
     """Load averages of 1, 5 and 15 minutes, where the system tells them."""
@@ -18,8 +20,6 @@ def load() -> list[float]:
 
 def machine() -> dict[str, Any]:
     """CPU, cores, system, versions of all that takes part, date and load."""
-    from linattn_edge.cli import collect_info
-
     info = collect_info()
     versions = {"linattn_edge": info["version"], "python": platform.python_version()}
     versions |= {

@@ -93,11 +93,11 @@ def test_info_of_a_bare_system(capsys, monkeypatch):
         raise OSError
 
     def not_found(name):
-        raise cli.importlib.metadata.PackageNotFoundError(name)
+        raise info_.importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(cli, "open", refuse, raising=False)
+    monkeypatch.setattr(info_, "open", refuse, raising=False)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(cli.importlib.metadata, "version", not_found)
+    monkeypatch.setattr(info_.importlib.metadata, "version", not_found)
     monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", dict)
     assert cli.main(["info"]) == 0
     assert "none known" in capsys.readouterr().out

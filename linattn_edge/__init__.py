@@ -6,6 +6,7 @@ from linattn_edge.attention import LinearAttention, linear_attention, warmup
 from linattn_edge.decays import lightning_decay, retnet_decay
 from linattn_edge.features import *  # noqa: F403  (each map: features.__all__)
 from linattn_edge.models import Model, ModelState, load_model
+from linattn_edge.pieces import merge, parallel_prefill
 from linattn_edge.softmax import SoftmaxAttention, SoftmaxState
 from linattn_edge.state import State
 
@@ -23,6 +24,8 @@ __all__ = [
     "lightning_decay",
     "linear_attention",
     "load_model",
+    "merge",
+    "parallel_prefill",
     "retnet_decay",
     "softmax_error",
     "warmup",

@@ -103,13 +103,25 @@ class LinearAttention:
         """Whether NaN and inf are refused: fixed when the layer is made."""
         return self._check_finite
 
-    def init_state(self, batch_size: int = 1, dtype: DTypeLike = "float32") -> State:
+    def init_state(
+        self,
+        batch_size: int = 1,
+        dtype: DTypeLike = "float32",
+        track_decay: bool = False,
+        position: ArrayLike = 0,
+    ) -> State:
         """A fresh state for `batch_size` streams.
 
         dtype: "float32", "float64", or, for the rules that forget (gated, delta, gated_delta), "float16" or "bfloat16":
         half the memory traffic, float32 arithmetic, S rounded after each step (in a prefill, after a piece of it).
+        track_decay: count what the decays do together (`state.log_decay`), which `merge` needs of the later part of a
+        "gated" stream; a step then costs some µs more.
+        position: of the first token, a number or [B]: where this is the later part of a stream.
         """
-        return State(self.layer, batch_size, dtype)
+        state = State(self.layer, batch_size, dtype, track_decay)
+        state.position = position
+        state._origin[...] = state._position
+        return state
 
     def step(
         self,
@@ -175,12 +187,43 @@ class LinearAttention:
         assert y is not None
         return y
 
+    def remove(self, k: ArrayLike, v: ArrayLike, state: State, position: ArrayLike | None = None) -> None:
+        """Take tokens out of the state again, in place: S ← S − φ(k)vᵀ and z ← z − φ(k), for "linear" alone.
+
+        With a `write` or `step` for each new token this is a window of the last w tokens. k and v as they were written,
+        a step or a sequence. The count of tokens seen, `state.position`, stays. position: of the token, or the first
+        of the sequence, a number or [B]; needed where φ reads positions. What rounding has left in S and z stays
+        there: a float32 window over 1e5 tokens is right to 1e-5 of the largest it has held, a float64 one to 1e-14.
+
+        ValueError for the other rules: a decay or a later delta write has changed what a token left behind.
+        """
+        self._check_state(state)
+        name, phi = self.layer.rule.name, self.layer.phi
+        if name != "linear":
+            raise ValueError(
+                f"remove: the rule {name!r} changes what older tokens left in the state, so none can be taken out; "
+                "only 'linear' keeps a plain sum"
+            )
+        if phi.horizon is not None and position is None:
+            raise ValueError(f"position: φ of {phi.name!r} depends on it, so say where the token to remove was written")
+        seen, origin = state.position.copy(), state._origin.copy()
+        state._negate()  # −(−S + φ(k)vᵀ), to the bit S − φ(k)vᵀ
+        try:
+            if position is not None:
+                state.position = position
+            self.write(k, v, state)
+        finally:
+            state._negate()
+            state._position[...], state._origin[...] = seen, origin
+
     def _quick_step(
         self, q: Any, k: Any, v: Any, state: State, g: Any, beta: Any, active: Any, out: Array | None
     ) -> Array | None:
         """The step where the inputs are as the compiled entry takes them; None, with nothing changed, where not."""
         try:
             if active is not None or state._fingerprint is not self._fingerprint or not self._has_loop:
+                return None
+            if state._log_decay is not None:
                 return None
             dtype = state._dtype
             entry, plan, no_g, no_beta, _kept = self._entries[dtype]  # the plan points to what is kept
@@ -244,8 +287,7 @@ class LinearAttention:
         self._check_state(state)
         layer, B = self.layer, state.batch_size
         taken = {STEP: {"q": q, "k": k, "v": v}, WRITE: {"k": k, "v": v}, READ: {"q": q}}[mode]
-        shapes = {"q": ("H, K", layer.H, layer.K), "k": ("Hk, K", layer.HK, layer.K), "v": ("Hv, V", layer.N, layer.V)}
-        given, lead, sizes, T = arrays.token_arrays(taken, shapes, axes, B)
+        given, lead, sizes, T = arrays.token_arrays(taken, self._shapes(), axes, B)
         output = None
         if "q" in given:
             output = arrays.output_dtype(given["q"])
@@ -268,7 +310,26 @@ class LinearAttention:
             direct = out if out is not None and output == dtype else np.empty(shape, dtype)
             y = direct if axes == 4 else direct[:, None]
         self._call(mode, state, ready, lengths, y)
+        if mode != READ:
+            state._decayed(ready.get("g"), lengths)
         return None if output is None else arrays.deliver(direct, out, output)
+
+    def _shapes(self) -> dict[str, tuple[Any, ...]]:
+        layer = self.layer
+        return {"q": ("H, K", layer.H, layer.K), "k": ("Hk, K", layer.HK, layer.K), "v": ("Hv, V", layer.N, layer.V)}
+
+    def _check_sequence(
+        self, given: dict[str, Array], state: State, g: Any, out: Array | None
+    ) -> tuple[dict[str, Array], Array]:
+        """q, k, v and g of a prefill that is to be done in pieces, all of one T, and y to fill in."""
+        given, lead, sizes, _ = arrays.token_arrays(given, self._shapes(), 4, state.batch_size)
+        self._check_gates(given, g, None, lead, sizes)
+        output, shape = arrays.output_dtype(given["q"]), (*sizes, self._outputs, self._V)
+        if out is None:
+            return given, np.empty(shape, output)
+        arrays.check_out(out, shape, f"{lead}, heads, V", output)
+        arrays.check_apart(out, given | {"the state": state._block})
+        return given, out
 
     def _check_gates(
         self, given: dict[str, Array], g: Any, beta: Any, lead: str, sizes: tuple[int | None, ...]

@@ -1,6 +1,7 @@
 """State: what is left of all tokens so far. S, z and positions of B streams, in one block of memory."""
 
 import contextlib
+import json
 import os
 import secrets
 import stat
@@ -74,9 +75,20 @@ class State:
     position int64 [B] counts the tokens seen. One thread at a time may use a state; different states at once.
     """
 
-    __slots__ = ("_S", "_block", "_bytes", "_dtype", "_fingerprint", "_layer", "_position", "_z")
+    __slots__ = (
+        "_S",
+        "_block",
+        "_bytes",
+        "_dtype",
+        "_fingerprint",
+        "_layer",
+        "_log_decay",
+        "_origin",
+        "_position",
+        "_z",
+    )
 
-    def __init__(self, layer: Layer, batch_size: int, dtype: Any = "float32") -> None:
+    def __init__(self, layer: Layer, batch_size: int, dtype: Any = "float32", track_decay: bool = False) -> None:
         B = arrays.whole("batch_size", batch_size, 0)
         self._layer = layer
         self._fingerprint = sys.intern(layer.fingerprint)  # compared by identity, also after unpickling
@@ -112,6 +124,9 @@ class State:
         self._S = whole[..., :V]
         self._bytes = B * N * F * VP * kept.itemsize
         self._z = self._block[z:][: B * N * F * real.itemsize].view(real).reshape(B, N, F) if layer.normalize else None
+        self._origin = np.zeros(B, np.int64)  # where each stream was zero; -1 where nobody knows
+        tracked = arrays.flag("track_decay", track_decay) and layer.decay is None
+        self._log_decay = np.zeros((B, N, F)) if tracked else None
 
     @property
     def S(self) -> Array:
@@ -121,6 +136,7 @@ class State:
     @S.setter
     def S(self, value: ArrayLike) -> None:
         arrays.cast_into(self._S, "S", "B, N, F, V", value)
+        self._origin[...] = -1
 
     @property
     def z(self) -> Array | None:
@@ -132,6 +148,33 @@ class State:
         if self._z is None:
             raise StateMismatchError("z: this layer does not normalise, so its state has no z")
         arrays.cast_into(self._z, "z", "B, N, F", value)
+        self._origin[...] = -1
+
+    @property
+    def log_decay(self) -> NDArray[np.float64] | None:
+        """What all decays since the start have done to the state together, float64 [B, N, F]: the sum of g. None where
+        it is not known: it is counted from `init_state(track_decay=True)` on, and always known of a constant decay."""
+        if self._layer.decay is None or (self._origin < 0).any():
+            return None if self._log_decay is None else self._log_decay.copy()
+        count = (self._position - self._origin)[:, None, None]
+        decay = np.where(count > 0, self._layer.decay, 0.0) * count
+        return np.broadcast_to(decay, (self.batch_size, self._layer.N, self._layer.F)).copy()
+
+    def _negate(self) -> None:
+        """S and z change sign."""
+        np.negative(self._S, out=self._S)
+        if self._z is not None:
+            np.negative(self._z, out=self._z)
+
+    def _decayed(self, g: Array | None, lengths: NDArray[np.int64] | None) -> None:
+        """Count the decays g [B, T, N, 1 or F] of tokens that have been written."""
+        if self._log_decay is None or g is None:
+            return
+        g = g.astype(np.float64)
+        if lengths is not None:
+            g = np.where((np.arange(g.shape[1]) < lengths[:, None])[..., None, None], g, 0.0)
+        with np.errstate(invalid="ignore"):
+            self._log_decay += g.sum(axis=1)
 
     @property
     def position(self) -> NDArray[np.int64]:
@@ -148,6 +191,7 @@ class State:
         if array.size and (array.min() < 0 or array.max() > _LAST_POSITION):
             raise ValueError(f"position: expected 0 to {_LAST_POSITION}, got {array.min()} to {array.max()}")
         self._position[...] = array
+        self._origin[...] = -1
 
     @property
     def batch_size(self) -> int:
@@ -167,8 +211,16 @@ class State:
     def copy(self) -> "State":
         """An independent copy."""
         other = self._empty(self.batch_size)
-        other._block[:] = self._block
+        other._become(self)
         return other
+
+    def _become(self, other: "State") -> None:
+        """Take over the numbers of a state of the same layer, size and dtype."""
+        self._block[:] = other._block
+        self._origin[...] = other._origin
+        if self._log_decay is not None:
+            assert other._log_decay is not None
+            self._log_decay[...] = other._log_decay
 
     def __copy__(self) -> "State":
         return self.copy()
@@ -178,7 +230,8 @@ class State:
 
     def __reduce__(self) -> tuple[Any, ...]:
         z = None if self._z is None else self._z.copy()
-        return _restore, (self._layer, self._dtype, self._S.copy(), z, self._position.copy())
+        rest = self._origin.copy(), None if self._log_decay is None else self._log_decay.copy()
+        return _restore, (self._layer, self._dtype, self._S.copy(), z, self._position.copy(), *rest)
 
     def reset(self, rows: Any = None) -> None:
         """Put streams back to the beginning, in place: all of them, or the given rows (indices or a bool mask)."""
@@ -187,6 +240,9 @@ class State:
         if self._z is not None:
             self._z[index] = 0
         self._position[index] = 0
+        self._origin[index] = 0
+        if self._log_decay is not None:
+            self._log_decay[index] = 0
 
     def select(self, rows: Any) -> "State":
         """A new state of the given rows, in that order: beam reorder, fork (repeat a row), drop (leave one out)."""
@@ -196,6 +252,9 @@ class State:
         if other._z is not None and self._z is not None:
             other._z[...] = self._z[index]
         other._position[...] = self._position[index]
+        other._origin[...] = self._origin[index]
+        if other._log_decay is not None and self._log_decay is not None:
+            other._log_decay[...] = self._log_decay[index]
         return other
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -204,8 +263,10 @@ class State:
         tensors = {"S": S, "position": self._position}
         if self._z is not None:
             tensors["z"] = self._z
+        if self._log_decay is not None:
+            tensors["log_decay"] = self._log_decay
         tensors |= {f"layer.{name}": array for name, array in self._layer.arrays().items()}
-        write_file(path, tensors, self._layer.metadata() | {"dtype": self._dtype})
+        write_file(path, tensors, self._layer.metadata() | {"dtype": self._dtype, "origin": str(self._origin.tolist())})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], attn: "LinearAttention") -> "State":
@@ -219,6 +280,9 @@ class State:
         if dtype not in _DTYPES:
             raise StateMismatchError(f"{path}: expected a dtype of {', '.join(_DTYPES)} in its metadata, got {dtype!r}")
         names = {"S", "position", *(("z",) if layer.normalize else ()), *(f"layer.{n}" for n in layer.arrays())}
+        tracked = "log_decay" in tensors and layer.decay is None
+        if tracked:
+            names.add("log_decay")
         if set(tensors) != names:
             raise StateMismatchError(f"{path}: expected tensors {sorted(names)}, got {sorted(tensors)}")
         S, position = tensors["S"], tensors["position"]
@@ -232,20 +296,25 @@ class State:
                 f"{path}: position: expected int64 [B] of at least 0, got {position.dtype} {list(position.shape)}"
             )
         B = position.size
-        expected = {"S": (B, layer.N, layer.F, layer.V), "z": (B, layer.N, layer.F)}
+        expected = {name: (B, layer.N, layer.F) for name in ("z", "log_decay")} | {"S": (B, layer.N, layer.F, layer.V)}
         for name in expected.keys() & tensors.keys():
             array = tensors[name]
             kind = "float16" if (name, dtype) == ("S", "float16") else compute_dtype(dtype)
+            kind = "float64" if name == "log_decay" else kind
             if array.shape != expected[name] or array.dtype != kind:
                 raise StateMismatchError(
                     f"{path}: {name}: expected {kind} {list(expected[name])}, got {array.dtype} {list(array.shape)}"
                 )
-            if attn.check_finite and not np.isfinite(array).all():
+            bad = np.isnan(array) | (array == np.inf) if name == "log_decay" else ~np.isfinite(array)
+            if attn.check_finite and bad.any():
                 raise NotFiniteError(f"{path}: {name} holds NaN or inf")
-        state = attn.init_state(B, dtype)
+        state = State(layer, B, dtype, tracked)
         state.S, state.position = S, position
         if state.z is not None:
             state.z = tensors["z"]
+        if state._log_decay is not None:
+            state._log_decay[...] = tensors["log_decay"]
+        state._origin[...] = _origins(metadata.get("origin"), position)
         return state
 
     @classmethod
@@ -277,19 +346,40 @@ class State:
         return state
 
     def _empty(self, batch_size: int) -> "State":
-        return State(self._layer, batch_size, self._dtype)
+        return State(self._layer, batch_size, self._dtype, self._log_decay is not None)
 
     def __repr__(self) -> str:
         la = self._layer
         return f"State(B={self.batch_size}, N={la.N}, F={la.F}, V={la.V}, {self._dtype}, {self.nbytes} bytes)"
 
 
-def _restore(layer: Layer, dtype: str, S: Array, z: Array | None, position: NDArray[np.int64]) -> State:
-    state = State(layer, position.size, dtype)
+def _restore(
+    layer: Layer,
+    dtype: str,
+    S: Array,
+    z: Array | None,
+    position: NDArray[np.int64],
+    origin: NDArray[np.int64],
+    log_decay: Array | None,
+) -> State:
+    state = State(layer, position.size, dtype, log_decay is not None)
     state.S, state.position = S, position
     if z is not None:
         state.z = z
+    if state._log_decay is not None:
+        state._log_decay[...] = log_decay
+    state._origin[...] = origin
     return state
+
+
+def _origins(text: str | None, position: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where the streams of a file were zero, as its metadata says; -1, for not known, where that makes no sense."""
+    try:
+        origin = np.array(json.loads(text or ""), np.int64)
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return np.full(position.shape, -1)
+    good = origin.shape == position.shape and (origin <= position).all()
+    return origin if good else np.full(position.shape, -1)
 
 
 def layer_of(attn: Any) -> Layer:

@@ -44,6 +44,8 @@ PUBLIC = {
     "lightning_decay",
     "linear_attention",
     "load_model",
+    "merge",
+    "parallel_prefill",
     "retnet_decay",
     "softmax_error",
     "warmup",

@@ -58,6 +58,43 @@ def sum_loop(op: Any) -> Callable[..., None]:
     return loop
 
 
+def sum_writes(op: Any) -> Callable[..., None]:
+    """Tokens 0 to count of one block, with nobody to read between them: rows stay in registers, four at a time.
+
+    k and decay are those of the first token, further ones `ld` and `ldd` on; v is vt on. The same arithmetic as
+    `sum_loop`, in the same order.
+    """
+    load, store, fma, mul = op.load, op.store, op.fma, op.mul
+
+    def loop(S, at, stride, F, k, ld, decay, ldd, v, vt, column, count):  # type: ignore[no-untyped-def]
+        i = 0
+        while i + 4 <= F:
+            at1, at2, at3 = at + stride, at + 2 * stride, at + 3 * stride
+            row0, row1, row2, row3 = load(S, at), load(S, at1), load(S, at2), load(S, at3)
+            for t in range(count):
+                value = load(v, t * vt + column)
+                a, b = t * ld + i, t * ldd + i
+                row0 = fma(decay[b], row0, mul(k[a], value))
+                row1 = fma(decay[b + 1], row1, mul(k[a + 1], value))
+                row2 = fma(decay[b + 2], row2, mul(k[a + 2], value))
+                row3 = fma(decay[b + 3], row3, mul(k[a + 3], value))
+            store(S, at, row0)
+            store(S, at1, row1)
+            store(S, at2, row2)
+            store(S, at3, row3)
+            at += 4 * stride
+            i += 4
+        while i < F:
+            row0 = load(S, at)
+            for t in range(count):
+                row0 = fma(decay[t * ldd + i], row0, mul(k[t * ld + i], load(v, t * vt + column)))
+            store(S, at, row0)
+            at += stride
+            i += 1
+
+    return loop
+
+
 def delta_loop(op: Any) -> Callable[..., None]:
     """Two sweeps: read Sᵀ(Λk) and Sᵀ(Λq) together, then write; y = Sᵀ(Λq) + (q·k)u with u = β(v − Sᵀ(Λk))."""
     load, store, fma, mul, sub, zero = op.load, op.store, op.fma, op.mul, op.sub, op.zero

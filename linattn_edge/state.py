@@ -296,7 +296,7 @@ class State:
                 f"{path}: position: expected int64 [B] of at least 0, got {position.dtype} {list(position.shape)}"
             )
         B = position.size
-        expected = {name: (B, layer.N, layer.F) for name in ("z", "log_decay")} | {"S": (B, layer.N, layer.F, layer.V)}
+        expected = dict.fromkeys(("z", "log_decay"), (B, layer.N, layer.F)) | {"S": (B, layer.N, layer.F, layer.V)}
         for name in expected.keys() & tensors.keys():
             array = tensors[name]
             kind = "float16" if (name, dtype) == ("S", "float16") else compute_dtype(dtype)

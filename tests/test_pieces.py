@@ -136,7 +136,7 @@ def test_merges_that_are_refused():
         la.merge(a, la.LinearAttention(1, 4, update_rule="gated").init_state(2))
     with pytest.raises(ShapeError, match="expected 2 streams"):
         la.merge(a, gated.init_state(1, track_decay=True))
-    with pytest.raises(StateMismatchError, match="float32 .* float64"):
+    with pytest.raises(StateMismatchError, match=r"float32 .* float64"):
         la.merge(a, gated.init_state(2, "float64", track_decay=True))
     delta = la.LinearAttention(2, 4, feature_map="identity", update_rule="delta").init_state()
     with pytest.raises(StateMismatchError, match="'delta' writes what a value differs"):

@@ -16,7 +16,7 @@ from linattn_edge.kernels import layout, sweep
 from linattn_edge.kernels.jit import core, device, switch
 from linattn_edge.kernels.lanes import Operations, at_address, operations, pointer
 from linattn_edge.kernels.layout import READ, WRITE
-from linattn_edge.rules import LOOPS
+from linattn_edge.rules import LOOPS, sum_loop, sum_writes
 
 DENSE = 4  # tokens from which copying a block of columns into a dense buffer pays
 
@@ -51,11 +51,14 @@ def weighted_rows(op: Operations) -> Callable[..., None]:
 
 def _build(dtype: str, width: int) -> Callable[..., int]:
     item, kept = types_of(dtype)
+    exact = dtype not in layout.HALVES  # others are rounded at every token
     op = operations(width)
     load, store, mul, read = op.load, op.store, op.mul, weighted_rows(op)
     update = switch(
         [loop(op) for loop in LOOPS], "S, at, stride, F, k, q, decay, decayed_k, decayed_q, v, y, column, beta, qk"
     )
+
+    writes, is_sum = device(sum_writes(op)), LOOPS.index(sum_loop)
 
     def columns(fields, first):
         """Columns `first` to VP, as many whole blocks as there are. fields: the address of a sweep (sweep.py)."""
@@ -78,6 +81,10 @@ def _build(dtype: str, width: int) -> Callable[..., int]:
             kn, qn = pointer(ks, place(n, head, keys) * F), pointer(qs, place(n, head, shared) * r * F)
             decay_n, dkn, dqn = pointer(decays, head * dh), pointer(dks, head * F), pointer(dqs, head * F)
             vn, yn = pointer(vs, head * vh), pointer(ys, head * yh)
+            if mode == WRITE and rule == is_sum and count >= DENSE and exact:
+                for c in range(first, VP - width + 1, width):
+                    writes(Sn, c, VP, F, kn, ld, decay_n, ldd, vn, vt, c, count)
+                continue
             for c in range(first, VP - width + 1, width):
                 home, at, stride = Sn, c, VP
                 if count >= DENSE:

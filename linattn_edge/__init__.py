@@ -9,6 +9,7 @@ from linattn_edge.models import Model, ModelState, load_model
 from linattn_edge.pieces import merge, parallel_prefill
 from linattn_edge.softmax import SoftmaxAttention, SoftmaxState
 from linattn_edge.state import State
+from linattn_edge.streams import PoolStatistics, StreamPool
 
 __version__ = "0.1.0"
 
@@ -16,10 +17,12 @@ __all__ = [
     "LinearAttention",
     "Model",
     "ModelState",
+    "PoolStatistics",
     "SoftmaxAttention",
     "SoftmaxError",
     "SoftmaxState",
     "State",
+    "StreamPool",
     "__version__",
     "lightning_decay",
     "linear_attention",

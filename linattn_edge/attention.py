@@ -310,8 +310,6 @@ class LinearAttention:
             direct = out if out is not None and output == dtype else np.empty(shape, dtype)
             y = direct if axes == 4 else direct[:, None]
         self._call(mode, state, ready, lengths, y)
-        if mode != READ:
-            state._decayed(ready.get("g"), lengths)
         return None if output is None else arrays.deliver(direct, out, output)
 
     def _shapes(self) -> dict[str, tuple[Any, ...]]:
@@ -373,6 +371,8 @@ class LinearAttention:
                 arrays.check_finite(kept, lengths)
             self._check_phi(mode, state, ready, lengths)
             reference.sequence(state, ready, lengths, y, mode)
+            if mode != READ:
+                state._wrote(ready, lengths)
             return
         from linattn_edge.kernels import cpu
 
@@ -396,6 +396,7 @@ class LinearAttention:
             ready.get("g", no_g[None]),
             ready.get("beta", no_beta[None]),
             np.zeros(0, np.int64) if lengths is None else lengths,
+            state._streams,
             none if y is None else y,
             state._block,
             plan,
@@ -406,6 +407,8 @@ class LinearAttention:
             arrays.check_finite(ready, lengths)
             self._check_phi(mode, state, ready, lengths)
             raise AssertionError("a compiled kernel refused what was checked")
+        if mode != READ:
+            state._wrote(ready, lengths)
 
     def _check_phi(self, mode: int, state: State, ready: dict[str, Array], lengths: NDArray[np.int64] | None) -> None:
         """Refuse what φ does not take: norms beyond its range, positions beyond its horizon."""
@@ -499,9 +502,10 @@ def make_plan(layer: Layer, dtype: str, check_finite: bool, kept: list[Any]) -> 
     plan = np.zeros(layout.PLAN_SIZE, np.int64)
     plan[[layout.ADVANCE, layout.PACK]] = advance.advance(dtype), phi.pack(layer.phi, real)
     VP = layout.padded(layer.V)
-    if VP >= layout.WIDE:
-        plan[layout.COLUMNS_WIDE] = columns.columns(dtype, layout.WIDE)
-    if VP % layout.WIDE:
+    wide = plan[layout.COLUMNS] = columns.width(VP)
+    if wide <= VP:
+        plan[layout.COLUMNS_WIDE] = columns.columns(dtype, wide)
+    if VP % wide:
         plan[layout.COLUMNS_NARROW] = columns.columns(dtype, layout.NARROW)
     plan[layout.WEIGHTS] = weights.ctypes.data
     plan[[layout.SIDES, layout.HEADS, layout.P]] = weights.shape

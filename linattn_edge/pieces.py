@@ -39,8 +39,8 @@ def merge(a: State, b: State) -> State:
     if (started < 0).any():
         row = int(np.argmax(started < 0))
         raise StateMismatchError(
-            f"b: stream {row} may have begun with something in it (S, z or position were assigned, or it was loaded from "
-            "an older file); only a state that began empty, by init_state or reset, can follow another"
+            f"b: stream {row} may have begun with something in it (S, z or position were assigned, or it was loaded "
+            "from an older file); only a state that began empty, by init_state or reset, can follow another"
         )
     if layer.phi.horizon is not None and (started != a.position).any():
         row = int(np.argmax(started != a.position))
@@ -51,7 +51,8 @@ def merge(a: State, b: State) -> State:
     log_decay = b.log_decay
     if layer.rule.decay and log_decay is None:
         raise StateMismatchError(
-            "b: its total decay is not known, and what it left of a depends on it: make b by init_state(track_decay=True)"
+            "b: its total decay is not known, and what it left of a depends on that: make b by "
+            "init_state(track_decay=True)"
         )
     whole = a.copy()
     S, z = a.S.astype(np.float64), None if a.z is None else a.z.astype(np.float64)
@@ -61,7 +62,7 @@ def merge(a: State, b: State) -> State:
         z = None if z is None else z * decay
     whole.S = S + b.S
     if z is not None:
-        whole.z = z + b.z
+        whole.z = z + np.asarray(b.z)
     whole.position = a.position + (b.position - started)
     whole._origin[...] = a._origin
     if whole._log_decay is not None and log_decay is not None:
@@ -149,7 +150,7 @@ def parallel_prefill(
 
 
 def cuts(T: int, n: int) -> list[int]:
-    """Where T tokens are cut for n threads into n + 1 pieces: while one thread answers the first piece, the others write
-    those that follow; then all answer the rest."""
+    """Where T tokens are cut for n threads into n + 1 pieces: while one thread answers the first piece, the others
+    write those that follow; then all answer the rest."""
     piece = T / (n + WRITE_COST)
     return [0, *(round(piece * (WRITE_COST + i)) for i in range(n)), T]

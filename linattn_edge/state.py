@@ -88,6 +88,8 @@ class State:
         "_z",
     )
 
+    _streams = np.zeros(0, np.int64)  # all are in one block: see `kernels/layout.py`, and streams.py for others
+
     def __init__(self, layer: Layer, batch_size: int, dtype: Any = "float32", track_decay: bool = False) -> None:
         B = arrays.whole("batch_size", batch_size, 0)
         self._layer = layer
@@ -166,11 +168,11 @@ class State:
         if self._z is not None:
             np.negative(self._z, out=self._z)
 
-    def _decayed(self, g: Array | None, lengths: NDArray[np.int64] | None) -> None:
+    def _wrote(self, given: dict[str, Array], lengths: NDArray[np.int64] | None) -> None:
         """Count the decays g [B, T, N, 1 or F] of tokens that have been written."""
-        if self._log_decay is None or g is None:
+        if self._log_decay is None or "g" not in given:
             return
-        g = g.astype(np.float64)
+        g = given["g"].astype(np.float64)
         if lengths is not None:
             g = np.where((np.arange(g.shape[1]) < lengths[:, None])[..., None, None], g, 0.0)
         with np.errstate(invalid="ignore"):

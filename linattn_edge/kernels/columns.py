@@ -9,13 +9,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import llvmlite.binding
 import numpy as np
 from numba import types
 
 from linattn_edge.kernels import layout, sweep
 from linattn_edge.kernels.jit import core, device, switch
 from linattn_edge.kernels.lanes import Operations, at_address, operations, pointer
-from linattn_edge.kernels.layout import READ, WRITE
+from linattn_edge.kernels.layout import READ, WIDE, WIDEST, WRITE
 from linattn_edge.rules import LOOPS, sum_loop, sum_writes
 
 DENSE = 4  # tokens from which copying a block of columns into a dense buffer pays
@@ -115,6 +116,16 @@ def _build(dtype: str, width: int) -> Callable[..., int]:
         return 0
 
     return columns
+
+
+@functools.cache
+def _many_registers() -> bool:
+    return bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+
+
+def width(VP: int) -> int:
+    """How many columns to take at once. Whole rows are read from beyond the caches twice as fast as halves of rows."""
+    return WIDEST if VP % WIDEST == 0 and _many_registers() else WIDE
 
 
 @functools.cache

@@ -163,6 +163,7 @@ class LinearAttention:
         `lengths` (integers [B]) says how many of the T tokens of each stream are real; the rest is padding on the
         right, which is not looked at, changes nothing and gives 0.
         """
+        self._check_state(state)
         y = self._run(STEP, 4, q, k, v, state, g, beta, lengths, out)
         assert y is not None
         return y
@@ -178,11 +179,13 @@ class LinearAttention:
     ) -> None:
         """The first half of a step or a prefill: fold tokens into the state, in place; no query is needed."""
         k = arrays.real_array("k", k)
+        self._check_state(state)
         self._run(WRITE, 3 if k.ndim == 3 else 4, None, k, v, state, g, beta, lengths, None)
 
     def read(self, q: ArrayLike, state: State, out: Array | None = None) -> Array:
         """The second half: what the state answers to q. The state is left as it is; a sequence reads it T times."""
         q = arrays.real_array("q", q)
+        self._check_state(state)
         y = self._run(READ, 3 if q.ndim == 3 else 4, q, None, None, state, None, None, None, out)
         assert y is not None
         return y
@@ -283,8 +286,8 @@ class LinearAttention:
     def _run(
         self, mode: int, axes: int, q: Any, k: Any, v: Any, state: State, g: Any, beta: Any, lengths: Any, out: Any
     ) -> Array | None:
-        """Check everything, bring it to one dtype and layout, run. axes: 3 for a step, 4 for a sequence."""
-        self._check_state(state)
+        """Check everything but the state, bring it to one dtype and layout, run. axes: 3 for a step, 4 for a
+        sequence; state: a State, or streams of a pool that have been taken."""
         layer, B = self.layer, state.batch_size
         taken = {STEP: {"q": q, "k": k, "v": v}, WRITE: {"k": k, "v": v}, READ: {"q": q}}[mode]
         given, lead, sizes, T = arrays.token_arrays(taken, self._shapes(), axes, B)

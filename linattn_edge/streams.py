@@ -37,7 +37,7 @@ Array = NDArray[Any]
 Ids = NDArray[np.int64]
 
 MOST_STREAMS = 1 << layout.SLOT_BITS
-PATIENCE = 10.0  # seconds that a call waits for a copy of a stream to be done, which takes microseconds
+PATIENCE = 10.0  # seconds: a call waits for a copy of a stream to be done, and a copy for a step or prefill
 _ALIGN = 64
 _NO_IDS = np.zeros(0, np.int64)
 
@@ -403,9 +403,9 @@ class StreamPool:
     ever. `len(pool)`, `id in pool` and iteration (over the ids of open streams) look at what is open now.
 
     Threads: different streams may be used by different threads at once; there is no lock around the arithmetic, and
-    opening, closing and copying do not wait for it. A stream that one thread steps and another touches is a
-    StreamError for the latter, which changes nothing; where it is merely being copied (`fork`, `save`, `state`,
-    `checkpoint`), the call waits the microseconds that takes.
+    opening and closing do not wait for it. Where one thread steps a stream and another steps, rewinds, resets or
+    closes it meanwhile, that is a StreamError for the latter, which changes nothing. What only copies a stream (`fork`,
+    `save`, `state`, `position`) waits for the one who works on it, and a step waits the microseconds of a copy.
     """
 
     def __init__(
@@ -727,7 +727,7 @@ class StreamPool:
 
     def _copy(self, ids: Ids, target: int) -> None:
         copy = self._small("copy")
-        self._insist(ids, lambda room: copy(ids, self._table, room, target, self._words))
+        self._insist(ids, lambda room: copy(ids, self._table, room, target, self._words), until_free=True)
 
     def _renew(self, ids: Ids, close: int) -> None:
         renew = self._small("renew")
@@ -757,10 +757,9 @@ class StreamPool:
     def _ids(self, ids: Any) -> Ids:
         if isinstance(ids, np.ndarray) and ids.dtype == np.int64 and ids.ndim == 1 and ids.flags.c_contiguous:
             return ids
-        try:
-            array = arrays.to_array("ids", ids)
-        except OverflowError:
-            raise StaleStreamError(f"ids: not all were given out by this pool: {ids!r}") from None
+        array = arrays.to_array("ids", ids)
+        if array.dtype == object and array.ndim == 1 and all(isinstance(i, int) for i in array):
+            raise StaleStreamError("ids: not all are open in this pool: some are no int64")
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise ShapeError(f"ids: expected stream ids [B], got {array.dtype} {list(array.shape)}")
         return np.ascontiguousarray(array, np.int64)
@@ -783,23 +782,23 @@ class StreamPool:
             raise TypeError("a pool of a layer takes ids, q, k and v (and g and beta, where the rule does)")
         return {"q": q, "k": k, "v": v, "g": g, "beta": beta}
 
-    def _wait(self, call: Callable[[], int]) -> int:
-        """The code of a call, tried again while a stream is being copied."""
-        end = None
+    def _wait(self, call: Callable[[], int], until_free: bool = False) -> int:
+        """The code of a call, tried again while a stream is being copied, or `until_free` of any use."""
+        end, tries = 0.0, 0
         while True:
             code = call()
-            if code % layout.CODES != WAIT:
+            if code % layout.CODES != WAIT and not (until_free and code % layout.CODES == TAKEN):
                 return code
             now = time.monotonic()
-            if end is None:
-                end = now + PATIENCE
-            elif now > end:
+            end = end or now + PATIENCE
+            if now > end:
                 return code
-            time.sleep(0)
+            tries += 1
+            time.sleep(0 if tries < 50 else 1e-4)
 
-    def _insist(self, ids: Ids, call: Callable[[NDArray[np.int64]], int]) -> None:
+    def _insist(self, ids: Ids, call: Callable[[NDArray[np.int64]], int], until_free: bool = False) -> None:
         room = np.empty(ids.size, np.int64)
-        self._check(self._wait(lambda: call(room)), ids)
+        self._check(self._wait(lambda: call(room), until_free), ids)
 
     def _check(self, code: int, ids: Ids) -> None:
         """The error that a code of streams stands for."""

@@ -55,14 +55,15 @@ def merge(a: State, b: State) -> State:
             "init_state(track_decay=True)"
         )
     whole = a.copy()
-    S, z = a.S.astype(np.float64), None if a.z is None else a.z.astype(np.float64)
+    S, z = a._exact()
+    later_S, later_z = b._exact()
     if layer.rule.decay and log_decay is not None:
         decay = np.exp(log_decay)
         S *= decay[..., None]
         z = None if z is None else z * decay
-    whole.S = S + b.S
-    if z is not None:
-        whole.z = z + np.asarray(b.z)
+    whole.S = S + later_S
+    if z is not None and later_z is not None:
+        whole.z = z + later_z
     whole.position = a.position + (b.position - started)
     whole._origin[...] = a._origin
     if whole._log_decay is not None and log_decay is not None:
@@ -87,6 +88,8 @@ def _both(a: Any, b: Any) -> Layer:
         raise ShapeError(f"b: expected {a.batch_size} streams as in a, got {b.batch_size}")
     if a._dtype != b._dtype:
         raise StateMismatchError(f"b: expected a state of {a._dtype} as a is, got {b._dtype}")
+    if (a._far_S is None) != (b._far_S is None):
+        raise StateMismatchError("b: expected a compensated state where a is one, and only there")
     return layer
 
 
@@ -121,7 +124,8 @@ def parallel_prefill(
         return {name: x[:, edges[i] : edges[i + 1]] for name, x in given.items()}
 
     def written(i: int) -> State:
-        part = attn.init_state(state.batch_size, state._dtype, True, state.position + edges[i])
+        long = state._far_S is not None
+        part = attn.init_state(state.batch_size, state._dtype, True, state.position + edges[i], long)
         a = tokens(i)
         attn.write(a["k"], a["v"], part, a.get("g"))
         return part

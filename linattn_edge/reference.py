@@ -124,7 +124,7 @@ def sequence(state: Any, given: Mapping[str, F64], lengths: Any, out: Any, mode:
     first = k if q is None else q
     assert first is not None
     T = first.shape[1]
-    S, z = state.S.astype(np.float64), None if state.z is None else state.z.astype(np.float64)
+    S, z = state._exact()
     with np.errstate(invalid="ignore", over="ignore"):
         S, z, y = token_loop(state._layer, S, z, state.position, mode, T, q, k, v, g, beta, lengths)
         if mode != READ:

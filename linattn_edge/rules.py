@@ -95,6 +95,48 @@ def sum_writes(op: Any) -> Callable[..., None]:
     return loop
 
 
+def long_sum(op: Any) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
+    """A sum that keeps float32's precision over a billion tokens: S gathers a few of them, and is then added to a total
+    R with what rounding lost put back into S (Knuth's two-sum). For one block of columns:
+
+    write(S, at, stride, R, r_at, r_stride, F, k, q, v, y, column): as `sum_loop`, without decay;
+    read(S, at, stride, R, r_at, r_stride, F, q, y, column): y = qᵀ(R + S);
+    fold(S, at, stride, R, r_at, r_stride, F): R + S, exactly, as R and the rest.
+    """
+    load, store, fma, sub, add, zero = op.load, op.store, op.fma, op.sub, op.add, op.zero
+
+    def write(S, at, stride, R, r_at, r_stride, F, k, q, v, y, column):  # type: ignore[no-untyped-def]
+        value = load(v, column)
+        total = zero(value)
+        for i in range(F):
+            row = fma(k[i], value, load(S, at))
+            store(S, at, row)
+            total = fma(q[i], add(load(R, r_at), row), total)
+            at += stride
+            r_at += r_stride
+        store(y, column, total)
+
+    def read(S, at, stride, R, r_at, r_stride, F, q, y, column):  # type: ignore[no-untyped-def]
+        total = zero(load(S, at))
+        for i in range(F):
+            total = fma(q[i], add(load(R, r_at), load(S, at)), total)
+            at += stride
+            r_at += r_stride
+        store(y, column, total)
+
+    def fold(S, at, stride, R, r_at, r_stride, F):  # type: ignore[no-untyped-def]
+        for _ in range(F):
+            a, b = load(R, r_at), load(S, at)
+            whole = add(a, b)
+            moved = sub(whole, a)
+            store(R, r_at, whole)
+            store(S, at, add(sub(a, sub(whole, moved)), sub(b, moved)))
+            at += stride
+            r_at += r_stride
+
+    return write, read, fold
+
+
 def delta_loop(op: Any) -> Callable[..., None]:
     """Two sweeps: read Sᵀ(Λk) and Sᵀ(Λq) together, then write; y = Sᵀ(Λq) + (q·k)u with u = β(v − Sᵀ(Λk))."""
     load, store, fma, mul, sub, zero = op.load, op.store, op.fma, op.mul, op.sub, op.zero

@@ -80,7 +80,10 @@ class State:
         "_block",
         "_bytes",
         "_dtype",
+        "_far_S",
+        "_far_z",
         "_fingerprint",
+        "_kind",
         "_layer",
         "_log_decay",
         "_origin",
@@ -90,12 +93,26 @@ class State:
 
     _streams = np.zeros(0, np.int64)  # all are in one block: see `kernels/layout.py`, and streams.py for others
 
-    def __init__(self, layer: Layer, batch_size: int, dtype: Any = "float32", track_decay: bool = False) -> None:
+    def __init__(
+        self,
+        layer: Layer,
+        batch_size: int,
+        dtype: Any = "float32",
+        track_decay: bool = False,
+        compensated: bool = False,
+    ) -> None:
         B = arrays.whole("batch_size", batch_size, 0)
         self._layer = layer
         self._fingerprint = sys.intern(layer.fingerprint)  # compared by identity, also after unpickling
         self._dtype = state_dtype(dtype)
+        self._kind = layout.LONG if compensated else self._dtype
         kept = _stored(self._dtype, layer)
+        if arrays.flag("compensated", compensated) and (layer.rule.decay or layer.rule.beta):
+            raise ValueError(
+                f"compensated: {layer.rule.name!r} forgets, so its sums stay short; only 'linear' needs it"
+            )
+        if compensated and self._dtype != "float32":
+            raise DtypeError(f"compensated: a float32 state in two parts; got {self._dtype}")
         real = np.dtype(compute_dtype(self._dtype))
         H, N, V, F, VP = layer.H, layer.N, layer.V, layer.F, layout.padded(layer.V)
         K = layer.K if layer.phi.has_loop else F  # without a loop, kernels get φ's results and take them as they are
@@ -103,7 +120,9 @@ class State:
         s = positions + _aligned(B * 8)
         z = s + _aligned(B * N * F * VP * kept.itemsize)
         step, prefill = (layout.packing(many, H, N, K, F, VP, real.itemsize) for many in (False, True))
-        work = z + (_aligned(B * N * F * real.itemsize) if layer.normalize else 0)
+        far_s = z + (_aligned(B * N * F * real.itemsize) if layer.normalize else 0)
+        far_z = far_s + (z - s if compensated else 0)
+        work = far_z + (far_s - z if compensated else 0)
         end = work + _aligned(step.work)
         raw = np.zeros(end + _ALIGN, np.uint8)
         start = -raw.ctypes.data % _ALIGN
@@ -120,36 +139,46 @@ class State:
         header[[layout.STEP_GROUP, layout.STEP_WORK]] = step.group, step.work
         header[[layout.PREFILL_GROUP, layout.PREFILL_PIECE, layout.PREFILL_WORK]] = prefill
         header[[layout.AT_POSITION, layout.AT_S, layout.AT_Z, layout.AT_WORK, layout.END]] = positions, s, z, work, end
+        header[[layout.AT_FAR_S, layout.AT_FAR_Z]] = (far_s, far_z) if compensated else 0
         header[[layout.SCALE, layout.EPS]] = np.array([layer.scale, layer.eps]).view(np.int64)
         self._position = self._block[positions : positions + B * 8].view(np.int64)
-        whole = self._block[s:][: B * N * F * VP * kept.itemsize].view(kept).reshape(B, N, F, VP)
-        self._S = whole[..., :V]
         self._bytes = B * N * F * VP * kept.itemsize
-        self._z = self._block[z:][: B * N * F * real.itemsize].view(real).reshape(B, N, F) if layer.normalize else None
+
+        def matrix(at: int) -> Array:
+            return self._block[at:][: B * N * F * VP * kept.itemsize].view(kept).reshape(B, N, F, VP)[..., :V]
+
+        def vector(at: int) -> Array | None:
+            shape = (B, N, F)
+            return self._block[at:][: B * N * F * real.itemsize].view(real).reshape(shape) if layer.normalize else None
+
+        self._S, self._z = matrix(s), vector(z)
+        self._far_S: Array | None = matrix(far_s) if compensated else None  # S and z add to these
+        self._far_z: Array | None = vector(far_z) if compensated else None
         self._origin = np.zeros(B, np.int64)  # where each stream was zero; -1 where nobody knows
         tracked = arrays.flag("track_decay", track_decay) and layer.decay is None
         self._log_decay = np.zeros((B, N, F)) if tracked else None
 
     @property
     def S(self) -> Array:
-        """The matrix state [B, N, F, V]: a writable view. Assigning copies in."""
-        return self._S
+        """The matrix state [B, N, F, V]: a writable view (of a compensated state, a copy). Assigning copies in."""
+        return self._S if self._far_S is None else _sum(self._far_S, self._S)
 
     @S.setter
     def S(self, value: ArrayLike) -> None:
-        arrays.cast_into(self._S, "S", "B, N, F, V", value)
+        _assign(self._S, self._far_S, "S", "B, N, F, V", value)
         self._origin[...] = -1
 
     @property
     def z(self) -> Array | None:
-        """The normaliser [B, N, F], a writable view; None for a layer without one. Assigning copies in."""
-        return self._z
+        """The normaliser [B, N, F], a writable view (of a compensated state, a copy); None for a layer without one.
+        Assigning copies in."""
+        return self._z if self._far_z is None or self._z is None else _sum(self._far_z, self._z)
 
     @z.setter
     def z(self, value: ArrayLike) -> None:
         if self._z is None:
             raise StateMismatchError("z: this layer does not normalise, so its state has no z")
-        arrays.cast_into(self._z, "z", "B, N, F", value)
+        _assign(self._z, self._far_z, "z", "B, N, F", value)
         self._origin[...] = -1
 
     @property
@@ -164,9 +193,21 @@ class State:
 
     def _negate(self) -> None:
         """S and z change sign."""
-        np.negative(self._S, out=self._S)
-        if self._z is not None:
-            np.negative(self._z, out=self._z)
+        for part in self._parts():
+            np.negative(part, out=part)
+
+    def _parts(self) -> list[Array]:
+        """All that a stream's past is kept in, [B, ...]."""
+        return [part for part in (self._S, self._z, self._far_S, self._far_z) if part is not None]
+
+    def _exact(self) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
+        """S and z in float64, with all that a compensated state knows."""
+        S, z = self._S.astype(np.float64), None if self._z is None else self._z.astype(np.float64)
+        if self._far_S is not None:
+            S += self._far_S
+        if z is not None and self._far_z is not None:
+            z += self._far_z
+        return S, z
 
     def _wrote(self, given: dict[str, Array], lengths: NDArray[np.int64] | None) -> None:
         """Count the decays g [B, T, N, 1 or F] of tokens that have been written."""
@@ -208,7 +249,7 @@ class State:
     @property
     def nbytes(self) -> int:
         """Bytes of S, z and position: what a stream costs, at any position."""
-        return self._S.nbytes + (0 if self._z is None else self._z.nbytes) + self._position.nbytes
+        return sum(part.nbytes for part in self._parts()) + self._position.nbytes
 
     def copy(self) -> "State":
         """An independent copy."""
@@ -231,16 +272,16 @@ class State:
         return self.copy()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        z = None if self._z is None else self._z.copy()
-        rest = self._origin.copy(), None if self._log_decay is None else self._log_decay.copy()
-        return _restore, (self._layer, self._dtype, self._S.copy(), z, self._position.copy(), *rest)
+        log_decay = None if self._log_decay is None else self._log_decay.copy()
+        parts = [part.copy() for part in self._parts()]
+        rest = self._position.copy(), self._origin.copy(), log_decay, self._far_S is not None
+        return _restore, (self._layer, self._dtype, parts, *rest)
 
     def reset(self, rows: Any = None) -> None:
         """Put streams back to the beginning, in place: all of them, or the given rows (indices or a bool mask)."""
         index = slice(None) if rows is None else arrays.row_indices(rows, self.batch_size)
-        self._S[index] = 0
-        if self._z is not None:
-            self._z[index] = 0
+        for part in self._parts():
+            part[index] = 0
         self._position[index] = 0
         self._origin[index] = 0
         if self._log_decay is not None:
@@ -250,9 +291,8 @@ class State:
         """A new state of the given rows, in that order: beam reorder, fork (repeat a row), drop (leave one out)."""
         index = arrays.row_indices(rows, self.batch_size)
         other = self._empty(index.size)
-        other._S[...] = self._S[index]
-        if other._z is not None and self._z is not None:
-            other._z[...] = self._z[index]
+        for target, source in zip(other._parts(), self._parts(), strict=True):
+            target[...] = source[index]
         other._position[...] = self._position[index]
         other._origin[...] = self._origin[index]
         if other._log_decay is not None and self._log_decay is not None:
@@ -265,6 +305,9 @@ class State:
         tensors = {"S": S, "position": self._position}
         if self._z is not None:
             tensors["z"] = self._z
+        tensors |= {
+            f"{name}_total": part for name, part in (("S", self._far_S), ("z", self._far_z)) if part is not None
+        }
         if self._log_decay is not None:
             tensors["log_decay"] = self._log_decay
         tensors |= {f"layer.{name}": array for name, array in self._layer.arrays().items()}
@@ -285,6 +328,9 @@ class State:
         tracked = "log_decay" in tensors and layer.decay is None
         if tracked:
             names.add("log_decay")
+        compensated = "S_total" in tensors
+        if compensated:
+            names |= {f"{name}_total" for name in names & {"S", "z"}}
         if set(tensors) != names:
             raise StateMismatchError(f"{path}: expected tensors {sorted(names)}, got {sorted(tensors)}")
         S, position = tensors["S"], tensors["position"]
@@ -298,7 +344,8 @@ class State:
                 f"{path}: position: expected int64 [B] of at least 0, got {position.dtype} {list(position.shape)}"
             )
         B = position.size
-        expected = dict.fromkeys(("z", "log_decay"), (B, layer.N, layer.F)) | {"S": (B, layer.N, layer.F, layer.V)}
+        expected: dict[str, tuple[int, ...]] = dict.fromkeys(("z", "z_total", "log_decay"), (B, layer.N, layer.F))
+        expected |= dict.fromkeys(("S", "S_total"), (B, layer.N, layer.F, layer.V))
         for name in expected.keys() & tensors.keys():
             array = tensors[name]
             kind = "float16" if (name, dtype) == ("S", "float16") else compute_dtype(dtype)
@@ -310,10 +357,11 @@ class State:
             bad = np.isnan(array) | (array == np.inf) if name == "log_decay" else ~np.isfinite(array)
             if attn.check_finite and bad.any():
                 raise NotFiniteError(f"{path}: {name} holds NaN or inf")
-        state = State(layer, B, dtype, tracked)
-        state.S, state.position = S, position
-        if state.z is not None:
-            state.z = tensors["z"]
+        state = State(layer, B, dtype, tracked, compensated)
+        state._S[...], state._position[...] = S, position
+        for part, name in ((state._z, "z"), (state._far_S, "S_total"), (state._far_z, "z_total")):
+            if part is not None:
+                part[...] = tensors[name]
         if state._log_decay is not None:
             state._log_decay[...] = tensors["log_decay"]
         state._origin[...] = _origins(metadata.get("origin"), position)
@@ -348,26 +396,43 @@ class State:
         return state
 
     def _empty(self, batch_size: int) -> "State":
-        return State(self._layer, batch_size, self._dtype, self._log_decay is not None)
+        return State(self._layer, batch_size, self._dtype, self._log_decay is not None, self._far_S is not None)
 
     def __repr__(self) -> str:
         la = self._layer
         return f"State(B={self.batch_size}, N={la.N}, F={la.F}, V={la.V}, {self._dtype}, {self.nbytes} bytes)"
 
 
+def _sum(total: Array, rest: Array) -> Array:
+    """What two parts are together: a copy, which can't be written to, since the state would not know of it."""
+    both = total + rest
+    both.flags.writeable = False
+    return both
+
+
+def _assign(part: Array, total: Array | None, name: str, symbols: str, value: Any) -> None:
+    """Copy `value` in; where there is a total, it takes what float32 holds of it, and `part` the rest."""
+    if total is None:
+        arrays.cast_into(part, name, symbols, value)
+        return
+    arrays.cast_into(total, name, symbols, value)
+    with np.errstate(invalid="ignore"):
+        part[...] = arrays.real_array(name, value).astype(np.float64) - total
+
+
 def _restore(
     layer: Layer,
     dtype: str,
-    S: Array,
-    z: Array | None,
+    parts: list[Array],
     position: NDArray[np.int64],
     origin: NDArray[np.int64],
     log_decay: Array | None,
+    compensated: bool,
 ) -> State:
-    state = State(layer, position.size, dtype, log_decay is not None)
-    state.S, state.position = S, position
-    if z is not None:
-        state.z = z
+    state = State(layer, position.size, dtype, log_decay is not None, compensated)
+    for target, source in zip(state._parts(), parts, strict=True):
+        target[...] = source
+    state._position[...] = position
     if state._log_decay is not None:
         state._log_decay[...] = log_decay
     state._origin[...] = origin

@@ -132,7 +132,7 @@ class _Records:
         self._pool = pool
         self._streams = job.streams[: ids.size]
         self._block, self._scratch = job.block, job.scratch
-        self._dtype = pool._kind.dtype
+        self._dtype = self._kind = pool._kind.dtype
         self._bytes = pool._words * 8 * ids.size
         for header in job.headers:
             header[layout.B] = ids.size

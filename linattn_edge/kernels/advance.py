@@ -19,7 +19,7 @@ from linattn_edge.kernels import crew, layout, maths, sweep
 from linattn_edge.kernels.columns import place, types_of
 from linattn_edge.kernels.jit import call, core, device
 from linattn_edge.kernels.lanes import address, at_address, part, prefetch
-from linattn_edge.kernels.layout import AHEAD, PAD, READ, WIDEST, WRITE
+from linattn_edge.kernels.layout import AHEAD, FOLD, PAD, READ, WIDEST, WRITE
 
 B, H, HK, N, K, V, F, VP = (getattr(layout, name) for name in ("B", "H", "HK", "N", "K", "V", "F", "VP"))
 
@@ -51,6 +51,16 @@ def advance_z(z, k, decay, q):
         z[i] = decay[i] * z[i] + k[i]
         total += q[i] * z[i]
     return total
+
+
+@device
+def gather_z(z, total, k, q):
+    """z ← z + k of a compensated state; returns q·(total + z)."""
+    sum_ = z.dtype.type(0)
+    for i in range(z.size):
+        z[i] += k[i]
+        sum_ += q[i] * (total[i] + z[i])
+    return sum_
 
 
 @device
@@ -109,6 +119,7 @@ def _build(dtype: str) -> Callable[..., int]:
         normalize, add = header[layout.NORMALIZE] != 0, header[layout.EPS_ADD] != 0
         takes_beta = header[layout.TAKES_BETA] != 0
         constant = header[layout.CONSTANT_DECAY] != 0
+        far = header[layout.AT_FAR_S] != 0
         reals = at_address(block + 8 * layout.SCALE, 2, np.float64)
         scale, eps = item(reals[0]), item(reals[1])
         one, nothing = item(1), item(0)
@@ -248,17 +259,29 @@ def _build(dtype: str) -> Callable[..., int]:
                         yp, yh, yj = address(out) + (row * outputs + n * r) * V_ * size, r * V_, V_
                     if normalize:
                         z = at_address(home + header[layout.AT_Z] + (seat * N_ + n) * F_ * size, G * F_, item)
+                        total = at_address(
+                            home + header[layout.AT_FAR_Z] + (seat * N_ + n) * F_ * size, G * F_ if far else 0, item
+                        )
                         for t in range(count):
                             for i in range(G):
                                 zn = part(z, i * F_, F_)
                                 x, j = t * ldq + place(n, i, shared) * r * F_, 0
-                                if mode != READ:
+                                if mode != READ and far:
+                                    kt = at_address(kp + (t * ld + place(n, i, keys) * F_) * size, F_, item)
+                                    den = gather_z(zn, part(total, i * F_, F_), kt, part(qs, x, F_))
+                                    dens[(t * G + i) * r] = scale / divisor(den, eps, add)
+                                    j = 1
+                                    if (now + t + 1) % FOLD == 0:
+                                        call(plan[layout.FOLD_Z], address(zn), address(total) + i * F_ * size, F_)
+                                elif mode != READ:
                                     kt = at_address(kp + (t * ld + place(n, i, keys) * F_) * size, F_, item)
                                     den = advance_z(zn, kt, part(decays, t * ldd + i * dh, F_), part(qs, x, F_))
                                     dens[(t * G + i) * r] = scale / divisor(den, eps, add)
                                     j = 1
                                 while j < r and mode != WRITE:
                                     den = dot(qs, x + j * F_, zn)
+                                    if far:
+                                        den += dot(qs, x + j * F_, part(total, i * F_, F_))
                                     dens[(t * G + i) * r + j] = scale / divisor(den, eps, add)
                                     j += 1
                     told[sweep.GROUP], told[sweep.FIRST_HEAD], told[sweep.COUNT] = G, n, count
@@ -266,6 +289,8 @@ def _build(dtype: str) -> Callable[..., int]:
                     told[sweep.K], told[sweep.V], told[sweep.Y] = kp, vp, yp
                     told[sweep.VT], told[sweep.VH], told[sweep.YT] = vt, vh, yt
                     told[sweep.YH], told[sweep.YJ] = yh, yj
+                    told[sweep.NOW] = now
+                    told[sweep.FAR] = home + header[layout.AT_FAR_S] + (seat * N_ + n) * F_ * VP_ * kept_size
                     wide = plan[layout.COLUMNS]
                     if wide <= VP_:
                         call(plan[layout.COLUMNS_WIDE], work, 0)

@@ -17,6 +17,7 @@ AT_POSITION, AT_S, AT_Z, AT_WORK, END = 17, 18, 19, 20, 21  # byte offsets
 SCALE, EPS = 22, 23  # float64, stored as their bits
 STEP_GROUP, STEP_WORK = 24, 25  # how a step is packed: state heads at once, bytes of scratch
 PREFILL_GROUP, PREFILL_PIECE, PREFILL_WORK = 26, 27, 28  # and a prefill: tokens at once, too
+AT_FAR_S, AT_FAR_Z = 30, 31  # of a compensated state: what S and z add to, byte offsets; 0 for none
 WINDOW = 29  # tokens that a checkpoint of a stream in a pool keeps; 0 for none
 
 # the job: what one call is about, written to the same header by a compiled entry, read by `advance`; addresses first
@@ -41,7 +42,8 @@ CHECK = 8  # 1 to refuse NaN and inf, and norms beyond LIMIT
 LIMIT = 9  # the norm of a query or key up to which φ stays in range, float64 stored as its bits; 0 for none
 HORIZON = 10  # positions from here on are refused; 0 for none
 COLUMNS = 11  # how many COLUMNS_WIDE takes at once
-PLAN_SIZE = 12
+FOLD_Z = 12  # the address of what ends a compensated sum of keys
+PLAN_SIZE = 13
 
 NARROW = 8  # columns of S come in multiples of this
 WIDE, WIDEST = 32, 64  # columns handled at once where V allows, and where the machine has the registers
@@ -52,7 +54,11 @@ AHEAD = 4  # tokens from which on rows are asked for before they are packed
 PAD = 16  # numbers between packed rows, so that their addresses differ in more than a power of two
 WORTH_SHARING = 1 << 20  # bytes of state, times tokens, from which a call may ask for helpers: waking one costs some µs
 
+LONG = "float32 in two parts"  # the kind of a compensated state, of others their dtype
+
 HALVES = ("float16", "bfloat16")  # state dtypes that are computed in float32
+
+FOLD = 32  # tokens after which a compensated state adds what it has gathered to its total
 
 # what a call does
 WRITE, READ, STEP = 1, 2, 3

@@ -20,7 +20,7 @@ from linattn_edge.state import State
 
 Array = NDArray[Any]
 
-WRITE_COST = 0.55  # what writing a token takes, of what writing and reading it takes: only the balance depends on it
+WRITE_COST = 0.4  # what writing a token takes, of what writing and reading it takes: only the balance depends on it
 SHORTEST = 256  # tokens of a piece below which nothing is gained
 
 

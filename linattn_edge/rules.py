@@ -58,13 +58,38 @@ def sum_loop(op: Any) -> Callable[..., None]:
     return loop
 
 
-def sum_writes(op: Any) -> Callable[..., None]:
-    """Tokens 0 to count of one block, with nobody to read between them: rows stay in registers, four at a time.
+def sum_writes(op: Any) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Tokens 0 to count of one block, with nobody to read between them: rows stay in registers, four at a time. The
+    first function is for decays, the second for none.
 
-    k and decay are those of the first token, further ones `ld` and `ldd` on; v is vt on. The same arithmetic as
-    `sum_loop`, in the same order.
+    k and decay are those of the first token, further ones `ld` and `ldd` on; v is vt on.
     """
     load, store, fma, mul = op.load, op.store, op.fma, op.mul
+
+    def plain(S, at, stride, F, k, ld, v, vt, column, count):  # type: ignore[no-untyped-def]
+        i = 0
+        while i + 4 <= F:
+            at1, at2, at3 = at + stride, at + 2 * stride, at + 3 * stride
+            row0, row1, row2, row3 = load(S, at), load(S, at1), load(S, at2), load(S, at3)
+            for t in range(count):
+                value, a = load(v, t * vt + column), t * ld + i
+                row0 = fma(k[a], value, row0)
+                row1 = fma(k[a + 1], value, row1)
+                row2 = fma(k[a + 2], value, row2)
+                row3 = fma(k[a + 3], value, row3)
+            store(S, at, row0)
+            store(S, at1, row1)
+            store(S, at2, row2)
+            store(S, at3, row3)
+            at += 4 * stride
+            i += 4
+        while i < F:
+            row0 = load(S, at)
+            for t in range(count):
+                row0 = fma(k[t * ld + i], load(v, t * vt + column), row0)
+            store(S, at, row0)
+            at += stride
+            i += 1
 
     def loop(S, at, stride, F, k, ld, decay, ldd, v, vt, column, count):  # type: ignore[no-untyped-def]
         i = 0
@@ -92,7 +117,7 @@ def sum_writes(op: Any) -> Callable[..., None]:
             at += stride
             i += 1
 
-    return loop
+    return loop, plain
 
 
 def long_sum(op: Any) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:

@@ -473,14 +473,24 @@ class StreamPool:
 
     def fork(self, id: int) -> int:
         """A new stream that goes on from where this one is; its checkpoint is not taken along. Returns the new id."""
-        ids = self._one(id)
-        slot = self._slot()
+        if type(id) is not int or not 0 <= id < 2**63:
+            id = int(self._one(id)[0])
+        fork, slot = self._small("fork"), self._slot()
+        new = int(fork(id, slot, self._table, self._words))
+        if new > 0:
+            return new
+
+        def again() -> int:
+            nonlocal new
+            new = int(fork(id, slot, self._table, self._words))
+            return max(OK, -new)
+
         try:
-            self._copy(ids, int(self._table[slot]))
-        except BaseException:
-            self._free.append(slot)
-            raise
-        return self._begin(slot, keep=True)
+            self._check(self._wait(again, until_free=True), np.array([id], np.int64))
+        finally:
+            if new <= 0:
+                self._free.append(slot)
+        return new
 
     # tokens
 
@@ -695,9 +705,9 @@ class StreamPool:
                         ) from None
                     self._grow(min(self.capacity, self.max_capacity - self.capacity))
 
-    def _begin(self, slot: int, keep: bool = False) -> int:
-        """Open the stream of a free slot, keeping what its record holds or not."""
-        return self._small("begin")(slot, self._table, keep) << layout.SLOT_BITS | slot
+    def _begin(self, slot: int) -> int:
+        """Open the stream of a free slot."""
+        return int(self._small("begin")(slot, self._table))
 
     def _fields(self, slab: NDArray[np.uint8]) -> NDArray[np.int64]:
         return slab.view(np.int64).reshape(-1, self._words)[:, : layout.RECORD]

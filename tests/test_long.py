@@ -35,10 +35,9 @@ def test_the_same_attention(layout, phi, normalize, backend):
             naive.assert_close(state.z, z, 2e-6)
     steps, halves = (attn.init_state(2, compensated=True) for _ in range(2))
     for t in range(T):
-        np.testing.assert_allclose(
-            attn.step(q[:, t], k[:, t], v[:, t], steps, active=t < lengths), y[:, t], rtol=0 if backend == "cpu" else 1e-5,
-            atol=0 if backend == "cpu" else 1e-6,
-        )  # fmt: skip
+        stepped = attn.step(q[:, t], k[:, t], v[:, t], steps, active=t < lengths)
+        rtol, atol = (0, 0) if backend == "cpu" else (1e-5, 1e-6)
+        np.testing.assert_allclose(stepped, y[:, t], rtol=rtol, atol=atol)
     attn.write(k, v, halves, lengths=lengths)
     for other in (steps, halves):
         for mine, theirs in zip(other._parts(), state._parts(), strict=True):

@@ -16,7 +16,7 @@ import numpy as np
 from numba import types
 
 from linattn_edge.kernels import crew, layout, maths, sweep
-from linattn_edge.kernels.columns import place, types_of
+from linattn_edge.kernels.columns import DENSE, place, types_of
 from linattn_edge.kernels.jit import call, core, device
 from linattn_edge.kernels.lanes import address, at_address, part, prefetch
 from linattn_edge.kernels.layout import AHEAD, FOLD, PAD, READ, WIDEST, WRITE
@@ -51,6 +51,13 @@ def advance_z(z, k, decay, q):
         z[i] = decay[i] * z[i] + k[i]
         total += q[i] * z[i]
     return total
+
+
+@device
+def write_z(z, k, decay):
+    """z ← Λz + k"""
+    for i in range(z.size):
+        z[i] = decay[i] * z[i] + k[i]
 
 
 @device
@@ -217,7 +224,7 @@ def _build(dtype: str) -> Callable[..., int]:
                             moves, norm, 1.0 if normalize else np.float64(scale), scratch,
                         )  # fmt: skip
                     else:
-                        for t in range(count):
+                        for t in range(count if takes_beta or far or count < DENSE else 0):
                             fill(part(qs, t * ldq, G * r * F_), nothing)
                     if mode != READ:
                         h = n // keys
@@ -273,6 +280,9 @@ def _build(dtype: str) -> Callable[..., int]:
                                     j = 1
                                     if (now + t + 1) % FOLD == 0:
                                         call(plan[layout.FOLD_Z], address(zn), address(total) + i * F_ * size, F_)
+                                elif mode == WRITE:
+                                    kt = at_address(kp + (t * ld + place(n, i, keys) * F_) * size, F_, item)
+                                    write_z(zn, kt, part(decays, t * ldd + i * dh, F_))
                                 elif mode != READ:
                                     kt = at_address(kp + (t * ld + place(n, i, keys) * F_) * size, F_, item)
                                     den = advance_z(zn, kt, part(decays, t * ldd + i * dh, F_), part(qs, x, F_))

@@ -59,7 +59,8 @@ def _build(dtype: str, width: int) -> Callable[..., int]:
         [loop(op) for loop in LOOPS], "S, at, stride, F, k, q, decay, decayed_k, decayed_q, v, y, column, beta, qk"
     )
 
-    writes, is_sum = device(sum_writes(op)), LOOPS.index(sum_loop)
+    writes, plain_writes = (device(loop) for loop in sum_writes(op))
+    is_sum = LOOPS.index(sum_loop)
 
     def columns(fields, first):
         """Columns `first` to VP, as many whole blocks as there are. fields: the address of a sweep (sweep.py)."""
@@ -84,7 +85,10 @@ def _build(dtype: str, width: int) -> Callable[..., int]:
             vn, yn = pointer(vs, head * vh), pointer(ys, head * yh)
             if mode == WRITE and rule == is_sum and count >= DENSE and exact:
                 for c in range(first, VP - width + 1, width):
-                    writes(Sn, c, VP, F, kn, ld, decay_n, ldd, vn, vt, c, count)
+                    if dh == 0:
+                        plain_writes(Sn, c, VP, F, kn, ld, vn, vt, c, count)
+                    else:
+                        writes(Sn, c, VP, F, kn, ld, decay_n, ldd, vn, vt, c, count)
                 continue
             for c in range(first, VP - width + 1, width):
                 home, at, stride = Sn, c, VP

@@ -79,25 +79,31 @@ def let_go(streams, count):
         crew.swap(record_at(streams[i]), USE, FREE)
 
 
+@device
+def take_one(id_, place, use):
+    """Take the record at an address, if the id is that of its stream."""
+    if place == 0:
+        return layout.STALE
+    record = record_at(place)
+    if record[GENERATION] != id_ >> SLOT_BITS:
+        return layout.STALE
+    was = crew.change(record, USE, FREE, LOOKING)
+    if was != FREE:
+        return layout.TAKEN if was == STEPPING else layout.WAIT
+    if record[GENERATION] != id_ >> SLOT_BITS:  # closed meanwhile, and opened again
+        crew.swap(record, USE, FREE)
+        return layout.STALE
+    record[USE] = use
+    return layout.OK
+
+
 @large
 def take(ids, table, streams, use, words):
     """Take the records of all ids, or none; their addresses go to `streams`. Returns a layout code."""
     for i in range(ids.size):
-        slot, generation = ids[i] & ((1 << SLOT_BITS) - 1), ids[i] >> SLOT_BITS
-        place = table[slot] if slot < table.size else 0
-        code = layout.STALE
-        if place != 0:
-            record = record_at(place)
-            if record[GENERATION] == generation:
-                was = crew.change(record, USE, FREE, LOOKING)
-                if was != FREE:
-                    code = layout.TAKEN if was == STEPPING else layout.WAIT
-                elif record[GENERATION] == generation:
-                    record[USE] = use
-                    streams[i] = place
-                    code = layout.OK
-                else:
-                    crew.swap(record, USE, FREE)
+        slot = ids[i] & ((1 << SLOT_BITS) - 1)
+        streams[i] = table[slot] if slot < table.size else 0
+        code = take_one(ids[i], streams[i], use)
         if code != layout.OK:
             let_go(streams, i)
             return code + layout.CODES * i
@@ -297,6 +303,27 @@ def _build_copy() -> Callable[..., int]:
     return copy
 
 
+def _build_fork() -> Callable[..., int]:
+    def fork(id_, slot, table, words):
+        """Open the stream of a slot that nobody has as a copy of another: the new id, or minus a code."""
+        at = id_ & ((1 << SLOT_BITS) - 1)
+        place = table[at] if at < table.size else 0
+        code = take_one(id_, place, COPYING)
+        if code != layout.OK:
+            return -code
+        record, target = record_at(place), record_at(table[slot])
+        if record[FRESH] == 0:
+            copy_record(place, table[slot], words)
+        target[FRESH] = record[FRESH]
+        target[LOGGED] = 0
+        target[JOURNAL] = 0
+        target[GENERATION] += 1
+        crew.swap(record, USE, FREE)
+        return target[GENERATION] << SLOT_BITS | slot
+
+    return fork
+
+
 def _build_renew() -> Callable[..., int]:
     def renew(ids, table, streams, close):
         """Put streams back to the beginning; with `close` their ids are good no more."""
@@ -330,16 +357,14 @@ def _build_mark() -> Callable[..., int]:
 
 
 def _build_begin() -> Callable[..., int]:
-    def begin(slot, table, keep):
-        """Open the stream of a slot that nobody has: returns its generation. With `keep` it goes on from what the
-        record holds."""
+    def begin(slot, table):
+        """Open the stream of a slot that nobody has: returns its id."""
         record = record_at(table[slot])
-        if keep == 0:
-            record[POSITION] = 0
+        record[POSITION] = 0
         record[LOGGED] = 0
         record[JOURNAL] = 0
         record[GENERATION] += 1
-        return record[GENERATION]
+        return record[GENERATION] << SLOT_BITS | slot
 
     return begin
 
@@ -390,8 +415,9 @@ _SMALL: dict[str, tuple[Callable[[], Callable[..., int]], tuple[Any, ...]]] = {
     "take": (_build_take, (_WORDS, _WORDS, _ROOM, _WORD)),
     "release": (_build_release, (_WORDS, _WORDS, _WORDS, _WORD, _WORD)),
     "copy": (_build_copy, (_WORDS, _WORDS, _ROOM, _WORD, _WORD)),
+    "fork": (_build_fork, (_WORD, _WORD, _WORDS, _WORD)),
     "renew": (_build_renew, (_WORDS, _WORDS, _ROOM, _WORD)),
-    "begin": (_build_begin, (_WORD, _WORDS, _WORD)),
+    "begin": (_build_begin, (_WORD, _WORDS)),
     "positions": (_build_positions, (_WORDS, _ROOM)),
     "mark": (_build_mark, (_WORDS, _WORDS, _ROOM, _WORD, _WORD, _WORD)),
 }

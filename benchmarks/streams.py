@@ -198,7 +198,7 @@ def prefill(H: int, D: int, T: int, rule: str, repeats: int) -> Figures:
     found = {f"{name}, s": value / 1e6 for name, value in times.items()}
     found["one / two"] = times["one thread"] / times["two threads"]
     # What that is with two cores to itself: the CPU time of what one thread waits for, each part measured alone.
-    edges = cuts(T, 2)
+    edges = cuts(T, 2, rule)
     parts = [slice(a, b) for a, b in pairwise(edges)]
     cost: dict[str, float] = {}
 

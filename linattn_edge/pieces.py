@@ -20,7 +20,7 @@ from linattn_edge.state import State
 
 Array = NDArray[Any]
 
-WRITE_COST = 0.4  # what writing a token takes, of what writing and reading it takes: only the balance depends on it
+WRITE_COST = {"linear": 0.4, "gated": 0.54}  # of a token, over that of writing and reading it: for balance alone
 SHORTEST = 256  # tokens of a piece below which nothing is gained
 
 
@@ -118,7 +118,7 @@ def parallel_prefill(
     if n < 2:
         return attn.prefill(q, k, v, state, g, out=out)
     given, y = attn._check_sequence(given, state, g, out)
-    edges = cuts(T, n)
+    edges = cuts(T, n, attn.layer.rule.name)
 
     def tokens(i: int) -> dict[str, Array]:
         return {name: x[:, edges[i] : edges[i + 1]] for name, x in given.items()}
@@ -153,8 +153,9 @@ def parallel_prefill(
     return y
 
 
-def cuts(T: int, n: int) -> list[int]:
+def cuts(T: int, n: int, rule: str) -> list[int]:
     """Where T tokens are cut for n threads into n + 1 pieces: while one thread answers the first piece, the others
     write those that follow; then all answer the rest."""
-    piece = T / (n + WRITE_COST)
-    return [0, *(round(piece * (WRITE_COST + i)) for i in range(n)), T]
+    first = WRITE_COST[rule]
+    piece = T / (n + first)
+    return [0, *(round(piece * (first + i)) for i in range(n)), T]

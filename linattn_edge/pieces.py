@@ -6,7 +6,6 @@ stream is what the decays of its later part left of the earlier part's state, pl
     S = exp(Σ g of b) S_a + S_b        z = exp(Σ g of b) z_a + z_b
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -137,6 +136,8 @@ def parallel_prefill(
         if direct is None:
             target[...] = answer
         return start
+
+    from concurrent.futures import ThreadPoolExecutor  # which imports logging
 
     try:
         with ThreadPoolExecutor(n) as threads:

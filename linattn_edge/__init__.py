@@ -6,8 +6,10 @@ from linattn_edge.attention import LinearAttention, linear_attention, warmup
 from linattn_edge.decays import lightning_decay, retnet_decay
 from linattn_edge.features import *  # noqa: F403  (each map: features.__all__)
 from linattn_edge.models import Model, ModelState, load_model
+from linattn_edge.pieces import merge, parallel_prefill
 from linattn_edge.softmax import SoftmaxAttention, SoftmaxState
 from linattn_edge.state import State
+from linattn_edge.streams import PoolStatistics, StreamPool
 
 __version__ = "0.1.0"
 
@@ -15,14 +17,18 @@ __all__ = [
     "LinearAttention",
     "Model",
     "ModelState",
+    "PoolStatistics",
     "SoftmaxAttention",
     "SoftmaxError",
     "SoftmaxState",
     "State",
+    "StreamPool",
     "__version__",
     "lightning_decay",
     "linear_attention",
     "load_model",
+    "merge",
+    "parallel_prefill",
     "retnet_decay",
     "softmax_error",
     "warmup",

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,13 +104,29 @@ class LinearAttention:
         """Whether NaN and inf are refused: fixed when the layer is made."""
         return self._check_finite
 
-    def init_state(self, batch_size: int = 1, dtype: DTypeLike = "float32") -> State:
+    def init_state(
+        self,
+        batch_size: int = 1,
+        dtype: DTypeLike = "float32",
+        track_decay: bool = False,
+        position: ArrayLike = 0,
+        compensated: bool = False,
+    ) -> State:
         """A fresh state for `batch_size` streams.
 
         dtype: "float32", "float64", or, for the rules that forget (gated, delta, gated_delta), "float16" or "bfloat16":
         half the memory traffic, float32 arithmetic, S rounded after each step (in a prefill, after a piece of it).
+        track_decay: count what the decays do together (`state.log_decay`), which `merge` needs of the later part of a
+        "gated" stream; a step then costs some µs more.
+        position: of the first token, a number or [B]: where this is the later part of a stream.
+        compensated: for "linear" in float32: S and z in two parts each, so that sums over hundreds of millions of
+        tokens are as precise as the tokens. Twice the memory, a step up to 1.6 times the time; needed from some 1e5
+        tokens on.
         """
-        return State(self.layer, batch_size, dtype)
+        state = State(self.layer, batch_size, dtype, track_decay, compensated)
+        state.position = position
+        state._origin[...] = state._position
+        return state
 
     def step(
         self,
@@ -151,6 +168,7 @@ class LinearAttention:
         `lengths` (integers [B]) says how many of the T tokens of each stream are real; the rest is padding on the
         right, which is not looked at, changes nothing and gives 0.
         """
+        self._check_state(state)
         y = self._run(STEP, 4, q, k, v, state, g, beta, lengths, out)
         assert y is not None
         return y
@@ -166,14 +184,45 @@ class LinearAttention:
     ) -> None:
         """The first half of a step or a prefill: fold tokens into the state, in place; no query is needed."""
         k = arrays.real_array("k", k)
+        self._check_state(state)
         self._run(WRITE, 3 if k.ndim == 3 else 4, None, k, v, state, g, beta, lengths, None)
 
     def read(self, q: ArrayLike, state: State, out: Array | None = None) -> Array:
         """The second half: what the state answers to q. The state is left as it is; a sequence reads it T times."""
         q = arrays.real_array("q", q)
+        self._check_state(state)
         y = self._run(READ, 3 if q.ndim == 3 else 4, q, None, None, state, None, None, None, out)
         assert y is not None
         return y
+
+    def remove(self, k: ArrayLike, v: ArrayLike, state: State, position: ArrayLike | None = None) -> None:
+        """Take tokens out of the state again, in place: S ← S − φ(k)vᵀ and z ← z − φ(k), for "linear" alone.
+
+        With a `write` or `step` for each new token this is a window of the last w tokens. k and v as they were written,
+        a step or a sequence. The count of tokens seen, `state.position`, stays. position: of the token, or the first
+        of the sequence, a number or [B]; needed where φ reads positions. What rounding has left in S and z stays
+        there: a float32 window over 1e5 tokens is right to 1e-5 of the largest it has held, a float64 one to 1e-14.
+
+        ValueError for the other rules: a decay or a later delta write has changed what a token left behind.
+        """
+        self._check_state(state)
+        name, phi = self.layer.rule.name, self.layer.phi
+        if name != "linear":
+            raise ValueError(
+                f"remove: the rule {name!r} changes what older tokens left in the state, so none can be taken out; "
+                "only 'linear' keeps a plain sum"
+            )
+        if phi.horizon is not None and position is None:
+            raise ValueError(f"position: φ of {phi.name!r} depends on it, so say where the token to remove was written")
+        seen, origin = state.position.copy(), state._origin.copy()
+        state._negate()  # −(−S + φ(k)vᵀ), to the bit S − φ(k)vᵀ
+        try:
+            if position is not None:
+                state.position = position
+            self.write(k, v, state)
+        finally:
+            state._negate()
+            state._position[...], state._origin[...] = seen, origin
 
     def _quick_step(
         self, q: Any, k: Any, v: Any, state: State, g: Any, beta: Any, active: Any, out: Array | None
@@ -182,8 +231,9 @@ class LinearAttention:
         try:
             if active is not None or state._fingerprint is not self._fingerprint or not self._has_loop:
                 return None
-            dtype = state._dtype
-            entry, plan, no_g, no_beta, _kept = self._entries[dtype]  # the plan points to what is kept
+            if state._log_decay is not None:
+                return None
+            entry, plan, no_g, no_beta, _kept = self._entries[state._kind]  # the plan points to what is kept
             control = self._helpers() if self.num_threads > 1 and state._bytes >= WORTH_SHARING else 0
             if g is None:
                 g = no_g
@@ -215,18 +265,19 @@ class LinearAttention:
         crew.wake()
         return crew.address
 
-    def _prepare(self, dtype: str) -> None:
-        """Compile or load what a step for that state dtype needs, once."""
-        if self.backend != "cpu" or dtype in self._entries:
+    def _prepare(self, kind: str) -> None:
+        """Compile or load what a step for states of that kind needs, once."""
+        if self.backend != "cpu" or kind in self._entries:
             return
         from linattn_edge.kernels import cpu
 
-        layer, real = self.layer, compute_dtype(dtype)
+        layer, dtype = self.layer, "float32" if kind == layout.LONG else kind
+        real = compute_dtype(dtype)
         kept: list[Any] = []
-        plan = make_plan(layer, dtype, self._check_finite, kept)
+        plan = make_plan(layer, kind, self._check_finite, kept)
         no_g = np.zeros((0, 0, int(layer.rule.decay))) if layer.decay is None else layer.decay[None]
         constants = plan, arrays.as_dtype(no_g, real), np.zeros((0, 0), real), kept
-        self._entries.setdefault(dtype, (cpu.step(real), *constants))  # another thread may have come first
+        self._entries.setdefault(kind, (cpu.step(real), *constants))  # another thread may have come first
 
     def _warmup(self, dtype: str) -> None:
         self._prepare(dtype)
@@ -240,12 +291,11 @@ class LinearAttention:
     def _run(
         self, mode: int, axes: int, q: Any, k: Any, v: Any, state: State, g: Any, beta: Any, lengths: Any, out: Any
     ) -> Array | None:
-        """Check everything, bring it to one dtype and layout, run. axes: 3 for a step, 4 for a sequence."""
-        self._check_state(state)
+        """Check everything but the state, bring it to one dtype and layout, run. axes: 3 for a step, 4 for a
+        sequence; state: a State, or streams of a pool that have been taken."""
         layer, B = self.layer, state.batch_size
         taken = {STEP: {"q": q, "k": k, "v": v}, WRITE: {"k": k, "v": v}, READ: {"q": q}}[mode]
-        shapes = {"q": ("H, K", layer.H, layer.K), "k": ("Hk, K", layer.HK, layer.K), "v": ("Hv, V", layer.N, layer.V)}
-        given, lead, sizes, T = arrays.token_arrays(taken, shapes, axes, B)
+        given, lead, sizes, T = arrays.token_arrays(taken, self._shapes(), axes, B)
         output = None
         if "q" in given:
             output = arrays.output_dtype(given["q"])
@@ -269,6 +319,23 @@ class LinearAttention:
             y = direct if axes == 4 else direct[:, None]
         self._call(mode, state, ready, lengths, y)
         return None if output is None else arrays.deliver(direct, out, output)
+
+    def _shapes(self) -> dict[str, tuple[Any, ...]]:
+        layer = self.layer
+        return {"q": ("H, K", layer.H, layer.K), "k": ("Hk, K", layer.HK, layer.K), "v": ("Hv, V", layer.N, layer.V)}
+
+    def _check_sequence(
+        self, given: dict[str, Array], state: State, g: Any, out: Array | None
+    ) -> tuple[dict[str, Array], Array]:
+        """q, k, v and g of a prefill that is to be done in pieces, all of one T, and y to fill in."""
+        given, lead, sizes, _ = arrays.token_arrays(given, self._shapes(), 4, state.batch_size)
+        self._check_gates(given, g, None, lead, sizes)
+        output, shape = arrays.output_dtype(given["q"]), (*sizes, self._outputs, self._V)
+        if out is None:
+            return given, np.empty(shape, output)
+        arrays.check_out(out, shape, f"{lead}, heads, V", output)
+        arrays.check_apart(out, given | {"the state": state._block})
+        return given, out
 
     def _check_gates(
         self, given: dict[str, Array], g: Any, beta: Any, lead: str, sizes: tuple[int | None, ...]
@@ -312,6 +379,8 @@ class LinearAttention:
                 arrays.check_finite(kept, lengths)
             self._check_phi(mode, state, ready, lengths)
             reference.sequence(state, ready, lengths, y, mode)
+            if mode != READ:
+                state._wrote(ready, lengths)
             return
         from linattn_edge.kernels import cpu
 
@@ -321,8 +390,8 @@ class LinearAttention:
                 arrays.check_finite(ready, lengths)
             self._check_phi(mode, state, ready, lengths)
             ready = ready | self._features(mode, state, ready, lengths)
-        self._prepare(dtype)
-        _, plan, no_g, no_beta, _kept = self._entries[dtype]
+        self._prepare(state._kind)
+        _, plan, no_g, no_beta, _kept = self._entries[state._kind]
         control = 0
         if self.num_threads > 1 and state._bytes * next(iter(ready.values())).shape[1] >= WORTH_SHARING:
             control = self._helpers()
@@ -335,6 +404,7 @@ class LinearAttention:
             ready.get("g", no_g[None]),
             ready.get("beta", no_beta[None]),
             np.zeros(0, np.int64) if lengths is None else lengths,
+            state._streams,
             none if y is None else y,
             state._block,
             plan,
@@ -345,6 +415,8 @@ class LinearAttention:
             arrays.check_finite(ready, lengths)
             self._check_phi(mode, state, ready, lengths)
             raise AssertionError("a compiled kernel refused what was checked")
+        if mode != READ:
+            state._wrote(ready, lengths)
 
     def _check_phi(self, mode: int, state: State, ready: dict[str, Array], lengths: NDArray[np.int64] | None) -> None:
         """Refuse what φ does not take: norms beyond its range, positions beyond its horizon."""
@@ -427,21 +499,26 @@ class LinearAttention:
         )
 
 
-def make_plan(layer: Layer, dtype: str, check_finite: bool, kept: list[Any]) -> NDArray[np.int64]:
-    """What a layer adds to every compiled call for states of that dtype (layout.PLAN); arrays that it points to go to
+def make_plan(layer: Layer, kind: str, check_finite: bool, kept: list[Any]) -> NDArray[np.int64]:
+    """What a layer adds to every compiled call for states of that kind (layout.PLAN); arrays that it points to go to
     `kept`, to be held as long as the plan is used."""
     from linattn_edge.kernels import advance, columns, phi
 
+    dtype = "float32" if kind == layout.LONG else kind
     real = compute_dtype(dtype)
     weights = np.ascontiguousarray(layer.weights, real)
     kept.append(weights)
     plan = np.zeros(layout.PLAN_SIZE, np.int64)
     plan[[layout.ADVANCE, layout.PACK]] = advance.advance(dtype), phi.pack(layer.phi, real)
     VP = layout.padded(layer.V)
-    if VP >= layout.WIDE:
-        plan[layout.COLUMNS_WIDE] = columns.columns(dtype, layout.WIDE)
-    if VP % layout.WIDE:
-        plan[layout.COLUMNS_NARROW] = columns.columns(dtype, layout.NARROW)
+    wide = plan[layout.COLUMNS] = columns.width(VP)
+    if kind == layout.LONG:
+        plan[layout.FOLD_Z] = columns.fold_z()
+    sweep = columns.long_columns if kind == layout.LONG else partial(columns.columns, dtype)
+    if wide <= VP:
+        plan[layout.COLUMNS_WIDE] = sweep(wide)
+    if VP % wide:
+        plan[layout.COLUMNS_NARROW] = sweep(layout.NARROW)
     plan[layout.WEIGHTS] = weights.ctypes.data
     plan[[layout.SIDES, layout.HEADS, layout.P]] = weights.shape
     plan[layout.CHECK] = check_finite

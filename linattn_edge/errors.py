@@ -17,6 +17,22 @@ class StateMismatchError(ValueError):
     """A state, or a file that holds one, belongs to another layer configuration."""
 
 
+class StreamError(ValueError):
+    """A stream of a pool can't be used: its id names none, is given twice, or another thread is at work on it."""
+
+
+class StaleStreamError(StreamError):
+    """An id names no open stream of this pool: it was closed, or never was one."""
+
+
+class PoolFullError(StreamError):
+    """A pool has as many streams as it may."""
+
+
+class SnapshotError(ValueError):
+    """A file of streams is damaged, cut short, or of another layer, model or format."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint is damaged, incomplete, or of a kind that is not supported."""
 

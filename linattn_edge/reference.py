@@ -124,13 +124,15 @@ def sequence(state: Any, given: Mapping[str, F64], lengths: Any, out: Any, mode:
     first = k if q is None else q
     assert first is not None
     T = first.shape[1]
-    S, z = state.S.astype(np.float64), None if state.z is None else state.z.astype(np.float64)
+    S, z = state._exact()
     with np.errstate(invalid="ignore", over="ignore"):
         S, z, y = token_loop(state._layer, S, z, state.position, mode, T, q, k, v, g, beta, lengths)
         if mode != READ:
+            origin = state._origin.copy()  # assigning forgets it
             state.S = S
             if z is not None:
                 state.z = z
             state.position = state.position + (T if lengths is None else lengths)
+            state._origin[...] = origin
         if out is not None:
             out[...] = y

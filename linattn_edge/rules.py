@@ -58,6 +58,110 @@ def sum_loop(op: Any) -> Callable[..., None]:
     return loop
 
 
+def sum_writes(op: Any) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Tokens 0 to count of one block, with nobody to read between them: rows stay in registers, four at a time. The
+    first function is for decays, the second for none.
+
+    k and decay are those of the first token, further ones `ld` and `ldd` on; v is vt on.
+    """
+    load, store, fma, mul = op.load, op.store, op.fma, op.mul
+
+    def plain(S, at, stride, F, k, ld, v, vt, column, count):  # type: ignore[no-untyped-def]
+        i = 0
+        while i + 4 <= F:
+            at1, at2, at3 = at + stride, at + 2 * stride, at + 3 * stride
+            row0, row1, row2, row3 = load(S, at), load(S, at1), load(S, at2), load(S, at3)
+            for t in range(count):
+                value, a = load(v, t * vt + column), t * ld + i
+                row0 = fma(k[a], value, row0)
+                row1 = fma(k[a + 1], value, row1)
+                row2 = fma(k[a + 2], value, row2)
+                row3 = fma(k[a + 3], value, row3)
+            store(S, at, row0)
+            store(S, at1, row1)
+            store(S, at2, row2)
+            store(S, at3, row3)
+            at += 4 * stride
+            i += 4
+        while i < F:
+            row0 = load(S, at)
+            for t in range(count):
+                row0 = fma(k[t * ld + i], load(v, t * vt + column), row0)
+            store(S, at, row0)
+            at += stride
+            i += 1
+
+    def loop(S, at, stride, F, k, ld, decay, ldd, v, vt, column, count):  # type: ignore[no-untyped-def]
+        i = 0
+        while i + 4 <= F:
+            at1, at2, at3 = at + stride, at + 2 * stride, at + 3 * stride
+            row0, row1, row2, row3 = load(S, at), load(S, at1), load(S, at2), load(S, at3)
+            for t in range(count):
+                value = load(v, t * vt + column)
+                a, b = t * ld + i, t * ldd + i
+                row0 = fma(decay[b], row0, mul(k[a], value))
+                row1 = fma(decay[b + 1], row1, mul(k[a + 1], value))
+                row2 = fma(decay[b + 2], row2, mul(k[a + 2], value))
+                row3 = fma(decay[b + 3], row3, mul(k[a + 3], value))
+            store(S, at, row0)
+            store(S, at1, row1)
+            store(S, at2, row2)
+            store(S, at3, row3)
+            at += 4 * stride
+            i += 4
+        while i < F:
+            row0 = load(S, at)
+            for t in range(count):
+                row0 = fma(decay[t * ldd + i], row0, mul(k[t * ld + i], load(v, t * vt + column)))
+            store(S, at, row0)
+            at += stride
+            i += 1
+
+    return loop, plain
+
+
+def long_sum(op: Any) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
+    """A sum that keeps float32's precision over a billion tokens: S gathers a few of them, and is then added to a total
+    R with what rounding lost put back into S (Knuth's two-sum). For one block of columns:
+
+    write(S, at, stride, R, r_at, r_stride, F, k, q, v, y, column): as `sum_loop`, without decay;
+    read(S, at, stride, R, r_at, r_stride, F, q, y, column): y = qᵀ(R + S);
+    fold(S, at, stride, R, r_at, r_stride, F): R + S, exactly, as R and the rest.
+    """
+    load, store, fma, sub, add, zero = op.load, op.store, op.fma, op.sub, op.add, op.zero
+
+    def write(S, at, stride, R, r_at, r_stride, F, k, q, v, y, column):  # type: ignore[no-untyped-def]
+        value = load(v, column)
+        total = zero(value)
+        for i in range(F):
+            row = fma(k[i], value, load(S, at))
+            store(S, at, row)
+            total = fma(q[i], add(load(R, r_at), row), total)
+            at += stride
+            r_at += r_stride
+        store(y, column, total)
+
+    def read(S, at, stride, R, r_at, r_stride, F, q, y, column):  # type: ignore[no-untyped-def]
+        total = zero(load(S, at))
+        for i in range(F):
+            total = fma(q[i], add(load(R, r_at), load(S, at)), total)
+            at += stride
+            r_at += r_stride
+        store(y, column, total)
+
+    def fold(S, at, stride, R, r_at, r_stride, F):  # type: ignore[no-untyped-def]
+        for _ in range(F):
+            a, b = load(R, r_at), load(S, at)
+            whole = add(a, b)
+            moved = sub(whole, a)
+            store(R, r_at, whole)
+            store(S, at, add(sub(a, sub(whole, moved)), sub(b, moved)))
+            at += stride
+            r_at += r_stride
+
+    return write, read, fold
+
+
 def delta_loop(op: Any) -> Callable[..., None]:
     """Two sweeps: read Sᵀ(Λk) and Sᵀ(Λq) together, then write; y = Sᵀ(Λq) + (q·k)u with u = β(v − Sᵀ(Λk))."""
     load, store, fma, mul, sub, zero = op.load, op.store, op.fma, op.mul, op.sub, op.zero

@@ -1,6 +1,7 @@
 """State: what is left of all tokens so far. S, z and positions of B streams, in one block of memory."""
 
 import contextlib
+import json
 import os
 import secrets
 import stat
@@ -74,14 +75,44 @@ class State:
     position int64 [B] counts the tokens seen. One thread at a time may use a state; different states at once.
     """
 
-    __slots__ = ("_S", "_block", "_bytes", "_dtype", "_fingerprint", "_layer", "_position", "_z")
+    __slots__ = (
+        "_S",
+        "_block",
+        "_bytes",
+        "_dtype",
+        "_far_S",
+        "_far_z",
+        "_fingerprint",
+        "_kind",
+        "_layer",
+        "_log_decay",
+        "_origin",
+        "_position",
+        "_z",
+    )
 
-    def __init__(self, layer: Layer, batch_size: int, dtype: Any = "float32") -> None:
+    _streams = np.zeros(0, np.int64)  # all are in one block: see `kernels/layout.py`, and streams.py for others
+
+    def __init__(
+        self,
+        layer: Layer,
+        batch_size: int,
+        dtype: Any = "float32",
+        track_decay: bool = False,
+        compensated: bool = False,
+    ) -> None:
         B = arrays.whole("batch_size", batch_size, 0)
         self._layer = layer
         self._fingerprint = sys.intern(layer.fingerprint)  # compared by identity, also after unpickling
         self._dtype = state_dtype(dtype)
+        self._kind = layout.LONG if compensated else self._dtype
         kept = _stored(self._dtype, layer)
+        if arrays.flag("compensated", compensated) and (layer.rule.decay or layer.rule.beta):
+            raise ValueError(
+                f"compensated: {layer.rule.name!r} forgets, so its sums stay short; only 'linear' needs it"
+            )
+        if compensated and self._dtype != "float32":
+            raise DtypeError(f"compensated: a float32 state in two parts; got {self._dtype}")
         real = np.dtype(compute_dtype(self._dtype))
         H, N, V, F, VP = layer.H, layer.N, layer.V, layer.F, layout.padded(layer.V)
         K = layer.K if layer.phi.has_loop else F  # without a loop, kernels get φ's results and take them as they are
@@ -89,7 +120,9 @@ class State:
         s = positions + _aligned(B * 8)
         z = s + _aligned(B * N * F * VP * kept.itemsize)
         step, prefill = (layout.packing(many, H, N, K, F, VP, real.itemsize) for many in (False, True))
-        work = z + (_aligned(B * N * F * real.itemsize) if layer.normalize else 0)
+        far_s = z + (_aligned(B * N * F * real.itemsize) if layer.normalize else 0)
+        far_z = far_s + (z - s if compensated else 0)
+        work = far_z + (far_s - z if compensated else 0)
         end = work + _aligned(step.work)
         raw = np.zeros(end + _ALIGN, np.uint8)
         start = -raw.ctypes.data % _ALIGN
@@ -106,32 +139,85 @@ class State:
         header[[layout.STEP_GROUP, layout.STEP_WORK]] = step.group, step.work
         header[[layout.PREFILL_GROUP, layout.PREFILL_PIECE, layout.PREFILL_WORK]] = prefill
         header[[layout.AT_POSITION, layout.AT_S, layout.AT_Z, layout.AT_WORK, layout.END]] = positions, s, z, work, end
+        header[[layout.AT_FAR_S, layout.AT_FAR_Z]] = (far_s, far_z) if compensated else 0
         header[[layout.SCALE, layout.EPS]] = np.array([layer.scale, layer.eps]).view(np.int64)
         self._position = self._block[positions : positions + B * 8].view(np.int64)
-        whole = self._block[s:][: B * N * F * VP * kept.itemsize].view(kept).reshape(B, N, F, VP)
-        self._S = whole[..., :V]
         self._bytes = B * N * F * VP * kept.itemsize
-        self._z = self._block[z:][: B * N * F * real.itemsize].view(real).reshape(B, N, F) if layer.normalize else None
+
+        def matrix(at: int) -> Array:
+            return self._block[at:][: B * N * F * VP * kept.itemsize].view(kept).reshape(B, N, F, VP)[..., :V]
+
+        def vector(at: int) -> Array | None:
+            shape = (B, N, F)
+            return self._block[at:][: B * N * F * real.itemsize].view(real).reshape(shape) if layer.normalize else None
+
+        self._S, self._z = matrix(s), vector(z)
+        self._far_S: Array | None = matrix(far_s) if compensated else None  # S and z add to these
+        self._far_z: Array | None = vector(far_z) if compensated else None
+        self._origin = np.zeros(B, np.int64)  # where each stream was zero; -1 where nobody knows
+        tracked = arrays.flag("track_decay", track_decay) and layer.decay is None
+        self._log_decay = np.zeros((B, N, F)) if tracked else None
 
     @property
     def S(self) -> Array:
-        """The matrix state [B, N, F, V]: a writable view. Assigning copies in."""
-        return self._S
+        """The matrix state [B, N, F, V]: a writable view (of a compensated state, a copy). Assigning copies in."""
+        return self._S if self._far_S is None else _sum(self._far_S, self._S)
 
     @S.setter
     def S(self, value: ArrayLike) -> None:
-        arrays.cast_into(self._S, "S", "B, N, F, V", value)
+        _assign(self._S, self._far_S, "S", "B, N, F, V", value)
+        self._origin[...] = -1
 
     @property
     def z(self) -> Array | None:
-        """The normaliser [B, N, F], a writable view; None for a layer without one. Assigning copies in."""
-        return self._z
+        """The normaliser [B, N, F], a writable view (of a compensated state, a copy); None for a layer without one.
+        Assigning copies in."""
+        return self._z if self._far_z is None or self._z is None else _sum(self._far_z, self._z)
 
     @z.setter
     def z(self, value: ArrayLike) -> None:
         if self._z is None:
             raise StateMismatchError("z: this layer does not normalise, so its state has no z")
-        arrays.cast_into(self._z, "z", "B, N, F", value)
+        _assign(self._z, self._far_z, "z", "B, N, F", value)
+        self._origin[...] = -1
+
+    @property
+    def log_decay(self) -> NDArray[np.float64] | None:
+        """What all decays since the start have done to the state together, float64 [B, N, F]: the sum of g. None where
+        it is not known: it is counted from `init_state(track_decay=True)` on, and always known of a constant decay."""
+        if self._layer.decay is None or (self._origin < 0).any():
+            return None if self._log_decay is None else self._log_decay.copy()
+        count = (self._position - self._origin)[:, None, None]
+        decay = np.where(count > 0, self._layer.decay, 0.0) * count
+        return np.broadcast_to(decay, (self.batch_size, self._layer.N, self._layer.F)).copy()
+
+    def _negate(self) -> None:
+        """S and z change sign."""
+        for part in self._parts():
+            np.negative(part, out=part)
+
+    def _parts(self) -> list[Array]:
+        """All that a stream's past is kept in, [B, ...]."""
+        return [part for part in (self._S, self._z, self._far_S, self._far_z) if part is not None]
+
+    def _exact(self) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
+        """S and z in float64, with all that a compensated state knows."""
+        S, z = self._S.astype(np.float64), None if self._z is None else self._z.astype(np.float64)
+        if self._far_S is not None:
+            S += self._far_S
+        if z is not None and self._far_z is not None:
+            z += self._far_z
+        return S, z
+
+    def _wrote(self, given: dict[str, Array], lengths: NDArray[np.int64] | None) -> None:
+        """Count the decays g [B, T, N, 1 or F] of tokens that have been written."""
+        if self._log_decay is None or "g" not in given:
+            return
+        g = given["g"].astype(np.float64)
+        if lengths is not None:
+            g = np.where((np.arange(g.shape[1]) < lengths[:, None])[..., None, None], g, 0.0)
+        with np.errstate(invalid="ignore"):
+            self._log_decay += g.sum(axis=1)
 
     @property
     def position(self) -> NDArray[np.int64]:
@@ -148,6 +234,7 @@ class State:
         if array.size and (array.min() < 0 or array.max() > _LAST_POSITION):
             raise ValueError(f"position: expected 0 to {_LAST_POSITION}, got {array.min()} to {array.max()}")
         self._position[...] = array
+        self._origin[...] = -1
 
     @property
     def batch_size(self) -> int:
@@ -162,13 +249,21 @@ class State:
     @property
     def nbytes(self) -> int:
         """Bytes of S, z and position: what a stream costs, at any position."""
-        return self._S.nbytes + (0 if self._z is None else self._z.nbytes) + self._position.nbytes
+        return sum(part.nbytes for part in self._parts()) + self._position.nbytes
 
     def copy(self) -> "State":
         """An independent copy."""
         other = self._empty(self.batch_size)
-        other._block[:] = self._block
+        other._become(self)
         return other
+
+    def _become(self, other: "State") -> None:
+        """Take over the numbers of a state of the same layer, size and dtype."""
+        self._block[:] = other._block
+        self._origin[...] = other._origin
+        if self._log_decay is not None:
+            assert other._log_decay is not None
+            self._log_decay[...] = other._log_decay
 
     def __copy__(self) -> "State":
         return self.copy()
@@ -177,25 +272,31 @@ class State:
         return self.copy()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        z = None if self._z is None else self._z.copy()
-        return _restore, (self._layer, self._dtype, self._S.copy(), z, self._position.copy())
+        log_decay = None if self._log_decay is None else self._log_decay.copy()
+        parts = [part.copy() for part in self._parts()]
+        rest = self._position.copy(), self._origin.copy(), log_decay, self._far_S is not None
+        return _restore, (self._layer, self._dtype, parts, *rest)
 
     def reset(self, rows: Any = None) -> None:
         """Put streams back to the beginning, in place: all of them, or the given rows (indices or a bool mask)."""
         index = slice(None) if rows is None else arrays.row_indices(rows, self.batch_size)
-        self._S[index] = 0
-        if self._z is not None:
-            self._z[index] = 0
+        for part in self._parts():
+            part[index] = 0
         self._position[index] = 0
+        self._origin[index] = 0
+        if self._log_decay is not None:
+            self._log_decay[index] = 0
 
     def select(self, rows: Any) -> "State":
         """A new state of the given rows, in that order: beam reorder, fork (repeat a row), drop (leave one out)."""
         index = arrays.row_indices(rows, self.batch_size)
         other = self._empty(index.size)
-        other._S[...] = self._S[index]
-        if other._z is not None and self._z is not None:
-            other._z[...] = self._z[index]
+        for target, source in zip(other._parts(), self._parts(), strict=True):
+            target[...] = source[index]
         other._position[...] = self._position[index]
+        other._origin[...] = self._origin[index]
+        if other._log_decay is not None and self._log_decay is not None:
+            other._log_decay[...] = self._log_decay[index]
         return other
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -204,8 +305,13 @@ class State:
         tensors = {"S": S, "position": self._position}
         if self._z is not None:
             tensors["z"] = self._z
+        tensors |= {
+            f"{name}_total": part for name, part in (("S", self._far_S), ("z", self._far_z)) if part is not None
+        }
+        if self._log_decay is not None:
+            tensors["log_decay"] = self._log_decay
         tensors |= {f"layer.{name}": array for name, array in self._layer.arrays().items()}
-        write_file(path, tensors, self._layer.metadata() | {"dtype": self._dtype})
+        write_file(path, tensors, self._layer.metadata() | {"dtype": self._dtype, "origin": str(self._origin.tolist())})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], attn: "LinearAttention") -> "State":
@@ -219,6 +325,12 @@ class State:
         if dtype not in _DTYPES:
             raise StateMismatchError(f"{path}: expected a dtype of {', '.join(_DTYPES)} in its metadata, got {dtype!r}")
         names = {"S", "position", *(("z",) if layer.normalize else ()), *(f"layer.{n}" for n in layer.arrays())}
+        tracked = "log_decay" in tensors and layer.decay is None
+        if tracked:
+            names.add("log_decay")
+        compensated = "S_total" in tensors
+        if compensated:
+            names |= {f"{name}_total" for name in names & {"S", "z"}}
         if set(tensors) != names:
             raise StateMismatchError(f"{path}: expected tensors {sorted(names)}, got {sorted(tensors)}")
         S, position = tensors["S"], tensors["position"]
@@ -232,20 +344,27 @@ class State:
                 f"{path}: position: expected int64 [B] of at least 0, got {position.dtype} {list(position.shape)}"
             )
         B = position.size
-        expected = {"S": (B, layer.N, layer.F, layer.V), "z": (B, layer.N, layer.F)}
+        expected: dict[str, tuple[int, ...]] = dict.fromkeys(("z", "z_total", "log_decay"), (B, layer.N, layer.F))
+        expected |= dict.fromkeys(("S", "S_total"), (B, layer.N, layer.F, layer.V))
         for name in expected.keys() & tensors.keys():
             array = tensors[name]
             kind = "float16" if (name, dtype) == ("S", "float16") else compute_dtype(dtype)
+            kind = "float64" if name == "log_decay" else kind
             if array.shape != expected[name] or array.dtype != kind:
                 raise StateMismatchError(
                     f"{path}: {name}: expected {kind} {list(expected[name])}, got {array.dtype} {list(array.shape)}"
                 )
-            if attn.check_finite and not np.isfinite(array).all():
+            bad = np.isnan(array) | (array == np.inf) if name == "log_decay" else ~np.isfinite(array)
+            if attn.check_finite and bad.any():
                 raise NotFiniteError(f"{path}: {name} holds NaN or inf")
-        state = attn.init_state(B, dtype)
-        state.S, state.position = S, position
-        if state.z is not None:
-            state.z = tensors["z"]
+        state = State(layer, B, dtype, tracked, compensated)
+        state._S[...], state._position[...] = S, position
+        for part, name in ((state._z, "z"), (state._far_S, "S_total"), (state._far_z, "z_total")):
+            if part is not None:
+                part[...] = tensors[name]
+        if state._log_decay is not None:
+            state._log_decay[...] = tensors["log_decay"]
+        state._origin[...] = _origins(metadata.get("origin"), position)
         return state
 
     @classmethod
@@ -277,19 +396,57 @@ class State:
         return state
 
     def _empty(self, batch_size: int) -> "State":
-        return State(self._layer, batch_size, self._dtype)
+        return State(self._layer, batch_size, self._dtype, self._log_decay is not None, self._far_S is not None)
 
     def __repr__(self) -> str:
         la = self._layer
         return f"State(B={self.batch_size}, N={la.N}, F={la.F}, V={la.V}, {self._dtype}, {self.nbytes} bytes)"
 
 
-def _restore(layer: Layer, dtype: str, S: Array, z: Array | None, position: NDArray[np.int64]) -> State:
-    state = State(layer, position.size, dtype)
-    state.S, state.position = S, position
-    if z is not None:
-        state.z = z
+def _sum(total: Array, rest: Array) -> Array:
+    """What two parts are together: a copy, which can't be written to, since the state would not know of it."""
+    both = total + rest
+    both.flags.writeable = False
+    return both
+
+
+def _assign(part: Array, total: Array | None, name: str, symbols: str, value: Any) -> None:
+    """Copy `value` in; where there is a total, it takes what float32 holds of it, and `part` the rest."""
+    if total is None:
+        arrays.cast_into(part, name, symbols, value)
+        return
+    arrays.cast_into(total, name, symbols, value)
+    with np.errstate(invalid="ignore"):
+        part[...] = arrays.real_array(name, value).astype(np.float64) - total
+
+
+def _restore(
+    layer: Layer,
+    dtype: str,
+    parts: list[Array],
+    position: NDArray[np.int64],
+    origin: NDArray[np.int64],
+    log_decay: Array | None,
+    compensated: bool,
+) -> State:
+    state = State(layer, position.size, dtype, log_decay is not None, compensated)
+    for target, source in zip(state._parts(), parts, strict=True):
+        target[...] = source
+    state._position[...] = position
+    if state._log_decay is not None:
+        state._log_decay[...] = log_decay
+    state._origin[...] = origin
     return state
+
+
+def _origins(text: str | None, position: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where the streams of a file were zero, as its metadata says; -1, for not known, where that makes no sense."""
+    try:
+        origin = np.array(json.loads(text or ""), np.int64)
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return np.full(position.shape, -1)
+    good = origin.shape == position.shape and (origin <= position).all()
+    return origin if good else np.full(position.shape, -1)
 
 
 def layer_of(attn: Any) -> Layer:

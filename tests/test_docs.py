@@ -61,6 +61,11 @@ def test_the_page_on_export_runs(tmp_path, monkeypatch):
     assert not failures(page.read_text(encoding="utf-8"), page.name)
 
 
+def test_the_page_on_streams_prints_what_it_says():
+    page = DOCS / "streams.md"
+    assert not failures(page.read_text(encoding="utf-8"), page.name)
+
+
 def test_an_altered_number_on_the_page_is_found():
     page = PAGE.read_text(encoding="utf-8")
     numbers = [e for e in EXAMPLE.finditer(page) if e[2] and re.search(r"\d", e[2])]

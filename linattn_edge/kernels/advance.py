@@ -16,10 +16,10 @@ import numpy as np
 from numba import types
 
 from linattn_edge.kernels import crew, layout, maths, sweep
-from linattn_edge.kernels.columns import place, types_of
+from linattn_edge.kernels.columns import DENSE, place, types_of
 from linattn_edge.kernels.jit import call, core, device
 from linattn_edge.kernels.lanes import address, at_address, part, prefetch
-from linattn_edge.kernels.layout import AHEAD, PAD, READ, WIDE, WRITE
+from linattn_edge.kernels.layout import AHEAD, FOLD, PAD, READ, WIDEST, WRITE
 
 B, H, HK, N, K, V, F, VP = (getattr(layout, name) for name in ("B", "H", "HK", "N", "K", "V", "F", "VP"))
 
@@ -51,6 +51,23 @@ def advance_z(z, k, decay, q):
         z[i] = decay[i] * z[i] + k[i]
         total += q[i] * z[i]
     return total
+
+
+@device
+def write_z(z, k, decay):
+    """z ← Λz + k"""
+    for i in range(z.size):
+        z[i] = decay[i] * z[i] + k[i]
+
+
+@device
+def gather_z(z, total, k, q):
+    """z ← z + k of a compensated state; returns q·(total + z)."""
+    sum_ = z.dtype.type(0)
+    for i in range(z.size):
+        z[i] += k[i]
+        sum_ += q[i] * (total[i] + z[i])
+    return sum_
 
 
 @device
@@ -109,6 +126,7 @@ def _build(dtype: str) -> Callable[..., int]:
         normalize, add = header[layout.NORMALIZE] != 0, header[layout.EPS_ADD] != 0
         takes_beta = header[layout.TAKES_BETA] != 0
         constant = header[layout.CONSTANT_DECAY] != 0
+        far = header[layout.AT_FAR_S] != 0
         reals = at_address(block + 8 * layout.SCALE, 2, np.float64)
         scale, eps = item(reals[0]), item(reals[1])
         one, nothing = item(1), item(0)
@@ -126,8 +144,7 @@ def _build(dtype: str) -> Callable[..., int]:
         beta = at_address(header[layout.BETA], given * N_ if takes_beta else 0, item)
         lengths = at_address(header[layout.LENGTHS], B_ if header[layout.LENGTHS] != 0 else 0, np.int64)
         out = at_address(header[layout.OUT], numbers * outputs * V_ if mode != WRITE else 0, item)
-        position = at_address(block + header[layout.AT_POSITION], B_, np.int64)
-        z = at_address(block + header[layout.AT_Z], B_ * N_ * F_ if normalize else 0, item)
+        streams = at_address(header[layout.STREAMS], B_ if header[layout.STREAMS] != 0 else 0, np.int64)
 
         # rows of scratch: a token's features of all heads of the group, PAD, the next token's
         ld, ldq, ldv, ldy = group * F_ + PAD, group * r * F_ + PAD, group * VP_ + PAD, group * r * VP_ + PAD
@@ -148,7 +165,7 @@ def _build(dtype: str) -> Callable[..., int]:
         ys = at_address(a, piece * ldy, item)
         a += piece * ldy * size
         buffer = a
-        a += F_ * WIDE * size
+        a += F_ * WIDEST * size
         betas = at_address(a, piece * group, item)
         a += piece * group * size
         qks = at_address(a, piece * group, item)
@@ -181,6 +198,9 @@ def _build(dtype: str) -> Callable[..., int]:
                     b, n = unit // N_, unit % N_
                     G = least(group, least(last - unit, N_ - n))
                     length = lengths[b] if lengths.size > 0 else T
+                    home, seat = block, b  # where this stream's memory begins, and which one it is there
+                    if streams.size > 0:
+                        home, seat = streams[b], 0
                     if mode != WRITE:
                         for t in range(length if length > start else start, least(T, start + piece)):
                             fill(part(out, ((b * T + t) * outputs + n * r) * V_, G * r * V_), nothing)
@@ -189,9 +209,10 @@ def _build(dtype: str) -> Callable[..., int]:
                         unit += G
                         continue
                     row = b * T + start
-                    now, moves = position[b] + start, 1
+                    position = at_address(home + header[layout.AT_POSITION] + seat * 8, 1, np.int64)
+                    now, moves = position[0] + start, 1
                     if mode == READ:
-                        now, moves = position[b] - 1 if position[b] > 0 else 0, 0
+                        now, moves = position[0] - 1 if position[0] > 0 else 0, 0
                     kp, vp, yp = address(ks), address(vs), address(ys)
                     vt, vh, yt, yh, yj = ldv, VP_, ldy, r * VP_, VP_
                     if mode != WRITE:
@@ -203,7 +224,7 @@ def _build(dtype: str) -> Callable[..., int]:
                             moves, norm, 1.0 if normalize else np.float64(scale), scratch,
                         )  # fmt: skip
                     else:
-                        for t in range(count):
+                        for t in range(count if takes_beta or far or count < DENSE else 0):
                             fill(part(qs, t * ldq, G * r * F_), nothing)
                     if mode != READ:
                         h = n // keys
@@ -244,28 +265,47 @@ def _build(dtype: str) -> Callable[..., int]:
                     if exact and mode != WRITE:
                         yp, yh, yj = address(out) + (row * outputs + n * r) * V_ * size, r * V_, V_
                     if normalize:
+                        z = at_address(home + header[layout.AT_Z] + (seat * N_ + n) * F_ * size, G * F_, item)
+                        total = at_address(
+                            home + header[layout.AT_FAR_Z] + (seat * N_ + n) * F_ * size, G * F_ if far else 0, item
+                        )
                         for t in range(count):
                             for i in range(G):
-                                zn = part(z, (unit + i) * F_, F_)
+                                zn = part(z, i * F_, F_)
                                 x, j = t * ldq + place(n, i, shared) * r * F_, 0
-                                if mode != READ:
+                                if mode != READ and far:
+                                    kt = at_address(kp + (t * ld + place(n, i, keys) * F_) * size, F_, item)
+                                    den = gather_z(zn, part(total, i * F_, F_), kt, part(qs, x, F_))
+                                    dens[(t * G + i) * r] = scale / divisor(den, eps, add)
+                                    j = 1
+                                    if (now + t + 1) % FOLD == 0:
+                                        call(plan[layout.FOLD_Z], address(zn), address(total) + i * F_ * size, F_)
+                                elif mode == WRITE:
+                                    kt = at_address(kp + (t * ld + place(n, i, keys) * F_) * size, F_, item)
+                                    write_z(zn, kt, part(decays, t * ldd + i * dh, F_))
+                                elif mode != READ:
                                     kt = at_address(kp + (t * ld + place(n, i, keys) * F_) * size, F_, item)
                                     den = advance_z(zn, kt, part(decays, t * ldd + i * dh, F_), part(qs, x, F_))
                                     dens[(t * G + i) * r] = scale / divisor(den, eps, add)
                                     j = 1
                                 while j < r and mode != WRITE:
                                     den = dot(qs, x + j * F_, zn)
+                                    if far:
+                                        den += dot(qs, x + j * F_, part(total, i * F_, F_))
                                     dens[(t * G + i) * r + j] = scale / divisor(den, eps, add)
                                     j += 1
                     told[sweep.GROUP], told[sweep.FIRST_HEAD], told[sweep.COUNT] = G, n, count
-                    told[sweep.S] = block + header[layout.AT_S] + unit * F_ * VP_ * kept_size
+                    told[sweep.S] = home + header[layout.AT_S] + (seat * N_ + n) * F_ * VP_ * kept_size
                     told[sweep.K], told[sweep.V], told[sweep.Y] = kp, vp, yp
                     told[sweep.VT], told[sweep.VH], told[sweep.YT] = vt, vh, yt
                     told[sweep.YH], told[sweep.YJ] = yh, yj
-                    if VP_ >= WIDE:
+                    told[sweep.NOW] = now
+                    told[sweep.FAR] = home + header[layout.AT_FAR_S] + (seat * N_ + n) * F_ * VP_ * kept_size
+                    wide = plan[layout.COLUMNS]
+                    if wide <= VP_:
                         call(plan[layout.COLUMNS_WIDE], work, 0)
-                    if VP_ % WIDE != 0:
-                        call(plan[layout.COLUMNS_NARROW], work, VP_ // WIDE * WIDE)
+                    if VP_ % wide != 0:
+                        call(plan[layout.COLUMNS_NARROW], work, VP_ // wide * wide)
                     if mode != WRITE and not exact:
                         for t in range(count):
                             if t + AHEAD < count:

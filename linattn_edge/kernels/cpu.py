@@ -69,7 +69,16 @@ def within(x, K, limit):
 
 
 @device
-def allowed(header, plan, position, lengths, T, q, k, mode):
+def position_of(header, block, b):
+    """The position of stream b, as an array of one."""
+    home, seat = block, b
+    if header[layout.STREAMS] != 0:
+        home, seat = at_address(header[layout.STREAMS] + 8 * b, 1, np.int64)[0], 0
+    return at_address(home + header[layout.AT_POSITION] + 8 * seat, 1, np.int64)
+
+
+@device
+def allowed(header, plan, block, lengths, T, q, k, mode):
     """Whether φ takes every query and key that will be looked at: their norms (if CHECK) and positions."""
     bits = at_address(address(plan) + 8 * layout.LIMIT, 1, np.float64)
     limit, horizon, B_ = bits[0], plan[layout.HORIZON], header[B]
@@ -81,8 +90,10 @@ def allowed(header, plan, position, lengths, T, q, k, mode):
             and within(part(k, b * T * ks, count * ks), header[K], limit)
         ):
             return False
-        if horizon > 0 and position[b] + (count if mode != READ else 0) > horizon:
-            return False
+        if horizon > 0:
+            position = position_of(header, block, b)
+            if position[0] + (count if mode != READ else 0) > horizon:
+                return False
     return True
 
 
@@ -98,14 +109,18 @@ def do(plan, at, control, work):
 
 
 @device
-def run(block, plan, control, work, q, k, v, g, beta, lengths, out, T, width, mode, piece, group):
-    """Write the job and do it, with the helpers that wait at `control` (an address, or 0) unless they are busy."""
+def run(block, plan, control, work, q, k, v, g, beta, lengths, streams, out, T, width, mode, piece, group):
+    """Write the job and do it, with the helpers that wait at `control` (an address, or 0) unless they are busy.
+
+    streams: addresses of the records of a pool, or none where `block` holds the streams.
+    """
     at = address(block)
     header = at_address(at, layout.HEADER, np.int64)
     header[layout.PLAN] = address(plan)
     header[layout.Q], header[layout.KEYS], header[layout.VALUES] = address(q), address(k), address(v)
     header[layout.G], header[layout.BETA], header[layout.OUT] = address(g), address(beta), address(out)
     header[layout.LENGTHS] = address(lengths) if lengths.size > 0 else 0
+    header[layout.STREAMS] = address(streams) if streams.size > 0 else 0
     header[layout.T], header[layout.WIDTH], header[layout.MODE] = T, width, mode
     header[layout.PIECE], header[layout.GROUP], header[layout.WORK] = piece, group, work.size
     crowd = at_address(control, crew.SIZE if control != 0 else 0, np.int64)
@@ -117,9 +132,9 @@ def run(block, plan, control, work, q, k, v, g, beta, lengths, out, T, width, mo
     if helped:
         crew.close_job(crowd)
     if mode != READ:
-        position = at_address(at + header[layout.AT_POSITION], header[B], np.int64)
         for b in range(header[B]):
-            position[b] += lengths[b] if lengths.size > 0 else T
+            position = position_of(header, at, b)
+            position[0] += lengths[b] if lengths.size > 0 else T
 
 
 def _build_helper() -> Callable[..., int]:
@@ -146,38 +161,44 @@ def _build_helper() -> Callable[..., int]:
     return helper
 
 
+@device
+def fits(header, B_, q, k, v, g, beta, out):
+    """Whether the arrays of a step have the shapes of B streams of the layer."""
+    H_, HK_, N_, K_, V_, width = header[H], header[HK], header[N], header[K], header[V], g.shape[2]
+    if (
+        q.shape != (B_, H_, K_)
+        or k.shape != (B_, HK_, K_)
+        or v.shape != (B_, N_, V_)
+        or out.shape != (B_, H_ if H_ > N_ else N_, V_)
+        or beta.shape != ((B_, N_) if header[layout.TAKES_BETA] != 0 else (0, 0))
+    ):
+        return False
+    if header[layout.CONSTANT_DECAY] == 0:
+        if header[layout.TAKES_DECAY] == 0:
+            return width == 0
+        return g.shape == (B_, N_, width) and (width == 1 or width == header[F])
+    return True
+
+
 def _build_step(dtype: str) -> Callable[..., int]:
     itemsize = np.dtype(dtype).itemsize
 
     def step(q, k, v, g, beta, out, block, plan, control):
         """One token of each stream; q, k, v, g, out [B, heads, width], beta [B, N]; control an address, or 0."""
         header = at_address(address(block), layout.HEADER, np.int64)
-        B_, H_, HK_, N_, K_, V_ = header[B], header[H], header[HK], header[N], header[K], header[V]
-        width = g.shape[2]
-        if (
-            q.shape != (B_, H_, K_)
-            or k.shape != (B_, HK_, K_)
-            or v.shape != (B_, N_, V_)
-            or out.shape != (B_, H_ if H_ > N_ else N_, V_)
-            or beta.shape != ((B_, N_) if header[layout.TAKES_BETA] != 0 else (0, 0))
-        ):
+        B_, width = header[B], g.shape[2]
+        if not fits(header, B_, q, k, v, g, beta, out):
             return layout.REFUSED
-        if header[layout.CONSTANT_DECAY] == 0:
-            if header[layout.TAKES_DECAY] == 0:
-                if width != 0:
-                    return layout.REFUSED
-            elif g.shape != (B_, N_, width) or (width != 1 and width != header[F]):
-                return layout.REFUSED
         if B_ == 0:
             return layout.OK
+        header[layout.STREAMS] = 0
         flat_q, flat_k, flat_v, flat_g, flat_beta = flat(q), flat(k), flat(v), flat(g), flat(beta)
         none = at_address(0, 0, np.int64)
         if plan[layout.CHECK] != 0 and not all_finite(header, none, 1, flat_q, flat_k, flat_v, flat_g, flat_beta):
             return layout.REFUSED
-        if plan[layout.LIMIT] != 0 or plan[layout.HORIZON] != 0:
-            position = at_address(address(block) + header[layout.AT_POSITION], B_, np.int64)
-            if not allowed(header, plan, position, none, 1, flat_q, flat_k, STEP):
-                return layout.REFUSED
+        limited = plan[layout.LIMIT] != 0 or plan[layout.HORIZON] != 0
+        if limited and not allowed(header, plan, address(block), none, 1, flat_q, flat_k, STEP):
+            return layout.REFUSED
         at, end = address(block), header[layout.END]
         y, bytes_ = address(out), out.size * itemsize
         for x, size in (
@@ -190,8 +211,8 @@ def _build_step(dtype: str) -> Callable[..., int]:
             return layout.REFUSED
         work = at_address(at + header[layout.AT_WORK], header[layout.STEP_WORK], np.uint8)
         run(
-            block, plan, control, work, flat_q, flat_k, flat_v, flat_g, flat_beta, none, flat(out), 1, width, STEP, 1,
-            header[layout.STEP_GROUP],
+            block, plan, control, work, flat_q, flat_k, flat_v, flat_g, flat_beta, none, none, flat(out), 1, width,
+            STEP, 1, header[layout.STEP_GROUP],
         )  # fmt: skip
         return layout.OK
 
@@ -199,9 +220,10 @@ def _build_step(dtype: str) -> Callable[..., int]:
 
 
 def _build_sequence() -> Callable[..., int]:
-    def sequence(q, k, v, g, beta, lengths, out, block, plan, control, mode):
+    def sequence(q, k, v, g, beta, lengths, streams, out, block, plan, control, mode):
         """T tokens of each stream, shapes checked by the caller; arrays [B, T, heads, width], beta [B, T, N].
 
+        streams: addresses of B records, which the caller has in use, or none where `block` holds the streams.
         mode STEP writes then reads each token, WRITE has no q and no out, READ no k, v, g and beta.
         """
         header = at_address(address(block), layout.HEADER, np.int64)
@@ -214,14 +236,14 @@ def _build_sequence() -> Callable[..., int]:
         if plan[layout.CHECK] != 0 and not all_finite(header, real, T, flat_q, flat_k, flat_v, flat_g, flat_beta):
             return layout.REFUSED
         if plan[layout.LIMIT] != 0 or plan[layout.HORIZON] != 0:
-            position = at_address(address(block) + header[layout.AT_POSITION], B_, np.int64)
-            if not allowed(header, plan, position, real, T, flat_q, flat_k, mode):
+            header[layout.STREAMS] = address(streams) if streams.size > 0 else 0
+            if not allowed(header, plan, address(block), real, T, flat_q, flat_k, mode):
                 return layout.REFUSED
         piece = header[layout.PREFILL_PIECE]
         piece = T if piece > T else piece
         work = np.empty(header[layout.PREFILL_WORK], np.uint8)
         run(
-            block, plan, control, work, flat_q, flat_k, flat_v, flat_g, flat_beta, real, flat(out), T,
+            block, plan, control, work, flat_q, flat_k, flat_v, flat_g, flat_beta, real, flat(streams), flat(out), T,
             g.shape[3], mode, piece, header[layout.PREFILL_GROUP],
         )  # fmt: skip
         return layout.OK
@@ -252,7 +274,7 @@ def sequence(dtype: str) -> Callable[..., int]:
     """The compiled prefill, write and read that compute in dtype; arguments are checked by the caller."""
     inputs, rest = _signature(dtype, 4)
     lengths = types.Array(types.int64, 1, "C", readonly=True)
-    return kernel(_build_sequence(), f"sequence {dtype}", (*inputs, lengths, *rest, types.int64, types.int64))
+    return kernel(_build_sequence(), f"sequence {dtype}", (*inputs, lengths, lengths, *rest, types.int64, types.int64))
 
 
 @functools.cache

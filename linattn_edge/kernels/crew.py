@@ -54,6 +54,18 @@ swap = _ordered("xchg")  # swap(control, at, n)
 
 
 @intrinsic
+def change(typing: Any, control: Any, at: Any, old: Any, new: Any) -> Any:
+    """control[at] = new if it is old: returns what it was."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        found = builder.cmpxchg(builder.gep(data, [args[1]]), args[2], args[3], "seq_cst", "seq_cst")
+        return builder.extract_value(found, 0)
+
+    return types.int64(control, types.intp, types.int64, types.int64), code
+
+
+@intrinsic
 def get(typing: Any, control: Any, at: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -123,5 +135,19 @@ def leave(control):
     add(control, INSIDE, -1)
 
 
+def _change(control: Any, at: int, old: int, new: int) -> int:
+    was = control[at]
+    if was == old:
+        control[at] = new
+    return int(was)
+
+
+def _swap(control: Any, at: int, new: int) -> int:
+    was = control[at]
+    control[at] = new
+    return int(was)
+
+
 if DISABLED:  # interpreted loops are serial: nobody opens a job
-    add = swap = get = relax = None
+    add = get = relax = None
+    change, swap = _change, _swap

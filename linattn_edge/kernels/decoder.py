@@ -175,12 +175,15 @@ def sum_norm(x, y, groups, M, eps):
 
 
 @large
-def convolve(x, past, B, T, lengths, N, M, w, biases):
-    """x = silu of a causal convolution over M tokens. past [B, N, M - 1] holds the last inputs, oldest first."""
+def convolve(x, place, streams, B, T, lengths, N, M, w, biases):
+    """x = silu of a causal convolution over M tokens. Past inputs, oldest first, are at the address `place`,
+    [B, N, M - 1], or in each of `streams` from that byte on, [N, M - 1]."""
     for b in range(B):
+        at_b = streams[b] + place if streams.size > 0 else place + b * N * (M - 1) * 4
+        past = at_address(at_b, N * (M - 1), np.float32)
         count = lengths[b] if lengths.size > 0 else T
         for n in range(N):
-            kept = (b * N + n) * (M - 1)
+            kept = n * (M - 1)
             for t in range(count):
                 at = (b * T + t) * N + n
                 sum_ = w[n * M + M - 1] * x[at]
@@ -196,8 +199,11 @@ def convolve(x, past, B, T, lengths, N, M, w, biases):
 
 
 def _build() -> Callable[..., int]:
-    def decode(ops, count, tokens, lengths, places, work, scratch, B, T):
+    def decode(ops, count, tokens, lengths, streams, places, work, scratch, B, T):
         """Run `count` operations on tokens [B * T]; lengths [B] or empty. Returns a layout code.
+
+        streams: addresses of the records [B] of a pool, or none; then `places` has, for each layer, the header of a job
+        and where in a record the past tokens are.
 
         work: all buffers for B * T tokens, and program.LANES numbers more; scratch: bytes for a prefill of the
         hungriest layer; places: addresses of each layer's state and past tokens of convolutions, PLACES a layer.
@@ -243,9 +249,9 @@ def _build() -> Callable[..., int]:
                     g = act(program.LOG_SIGMOID, x[i]) / numbers[0]
                     y[i] = g if g > numbers[1] else numbers[1]
             elif code == program.CONV:
-                past = at_address(places[op[program.STATE] * program.PLACES + 1 + kind], B * N * (M - 1), np.float32)
+                place = places[op[program.STATE] * program.PLACES + 1 + kind]
                 w, biases = at_address(weight, N * M, np.float32), at_address(extra, N if extra != 0 else 0, np.float32)
-                convolve(x, past, B, T, lengths, N, M, w, biases)
+                convolve(x, place, streams, B, T, lengths, N, M, w, biases)
             elif code == program.PHI:
                 plan = at_address(weight, 5, np.int64)
                 for t in range(rows):
@@ -270,8 +276,8 @@ def _build() -> Callable[..., int]:
                     piece, group = header[layout.PREFILL_PIECE], header[layout.PREFILL_GROUP]
                     piece = T if piece > T else piece
                 run(
-                    state, plan, 0, room, x, other, value, g, part(work, 0, 0), lengths, y, T, width, STEP, piece,
-                    group,
+                    state, plan, 0, room, x, other, value, g, part(work, 0, 0), lengths, streams, y, T, width, STEP,
+                    piece, group,
                 )  # fmt: skip
         return layout.OK
 
@@ -287,5 +293,5 @@ def decode() -> Callable[..., int]:
 
     word = types.int64
     arrays = taken(types.float32), taken(types.uint8)
-    signature = (taken(word), word, taken(word), taken(word), taken(word), *arrays, word, word)
+    signature = (taken(word), word, *[taken(word)] * 4, *arrays, word, word)
     return kernel(_build(), "decode", signature)

@@ -39,6 +39,7 @@ OPTIONS: dict[str, Any] = {
     "boundscheck": False,
     "fastmath": {"nsz", "contract", "reassoc"},  # a set: sort it where order shows
 }
+EXACT = OPTIONS | {"fastmath": {"nsz"}}
 
 
 def _source_stamp() -> int:
@@ -84,16 +85,17 @@ def kernel(function: Callable[..., int], name: str, signature: tuple[Any, ...]) 
     return entry
 
 
-def core(function: Callable[..., int], name: str | None, signature: tuple[Any, ...]) -> int:
+def core(function: Callable[..., int], name: str | None, signature: tuple[Any, ...], exact: bool = False) -> int:
     """The same for a function that compiled code reaches by its address, which this returns: see `call`.
 
     Whatever calls it need not compile it again, as Numba does with all that is inlined or linked. Without a name it is
-    not cached.
+    not cached. `exact`: sums are made in the order in which they are written, lanes too; else a compensation is what
+    the compiler takes for zero.
     """
     if DISABLED:
         _CORES.append(function)
         return len(_CORES) - 1
-    made = CFunc(function, (signature, types.int64), locals={}, options=OPTIONS)
+    made = CFunc(function, (signature, types.int64), locals={}, options=EXACT if exact else OPTIONS)
     _compile(made, function, name, made.compile)
     _CORES.append(made)
     address: Any = made.address

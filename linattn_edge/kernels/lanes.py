@@ -54,6 +54,7 @@ class Operations(NamedTuple):
     mul: Any  # mul(x, y): x * y; x a number or lanes
     sub: Any  # sub(x, y): x - y, both lanes
     zero: Any  # zero(y): lanes of zeros like y
+    add: Any  # add(x, y): x + y, both lanes
 
 
 def _address(context: Any, builder: Any, source: Any, value: Any, at: Any) -> Any:
@@ -96,6 +97,14 @@ def _mul(typing: Any, x: Any, y: Any) -> Any:
 def _sub(typing: Any, x: Any, y: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fsub(*args)
+
+    return x(x, y), code
+
+
+@intrinsic
+def _add(typing: Any, x: Any, y: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fadd(*args)
 
     return x(x, y), code
 
@@ -172,7 +181,7 @@ def _compiled(width: int) -> Operations:
 
         return types.void(array, types.intp, value), code
 
-    return Operations(load, store, _fma, _mul, _sub, _zero)
+    return Operations(load, store, _fma, _mul, _sub, _zero, _add)
 
 
 def _interpreted(width: int) -> Operations:
@@ -202,6 +211,7 @@ def _interpreted(width: int) -> Operations:
         mul=lambda x, y: x * y,
         sub=lambda x, y: x - y,
         zero=np.zeros_like,
+        add=lambda x, y: x + y,
     )
 
 

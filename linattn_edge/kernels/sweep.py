@@ -10,4 +10,5 @@ GROUP, FIRST_HEAD, COUNT = range(7, 10)  # state heads, the first one, tokens
 S, BUFFER, K, Q, DECAY, DK, DQ, V, Y, BETA, QK = range(10, 21)  # addresses
 LD, LDQ, LDD, DH, VT, VH, YT, YH, YJ = range(21, 30)
 NORMALIZE, FACTORS = 30, 31  # 1 to multiply y by its factor, at (t * GROUP + head) * R + j
-SIZE = 32
+FAR, NOW = 32, 33  # of a compensated state the address of its totals, else 0; the position of the first token
+SIZE = 34

@@ -93,7 +93,8 @@ def generate(
         state = model.init_state(1)
     elif isinstance(state, ModelState) and state.batch_size != 1:
         raise ShapeError(f"state: generate runs one stream, got {state.batch_size}")
-    model._ids(ids[None], state, 2)
+    model._check_state(state)
+    model._ids(ids[None], state.batch_size, 2)
     random = np.random.default_rng(seed)
     return _tokens(model, ids, max_tokens, sampler, random, ends, state)
 

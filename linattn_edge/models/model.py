@@ -72,7 +72,10 @@ class Model:
 
     def step(self, tokens: ArrayLike, state: ModelState) -> F32:
         """One token of each stream, ids [B]: the state is updated in place. Returns logits [B, vocab]."""
-        ids = self._ids(tokens, state, 1)
+        self._check_state(state)
+        return self._step(self._ids(tokens, state.batch_size, 1), state)
+
+    def _step(self, ids: NDArray[np.int64], state: Any) -> F32:
         work = self._run(ids, state, 1, None, len(self._operations) // program.WIDTH)
         logits = self._take(work, self._logits, self.vocab_size, len(ids)).copy()
         self._keep(len(ids), work)
@@ -88,9 +91,12 @@ class Model:
         """
         if logits not in ("all", "last"):
             raise ValueError(f"logits: expected 'all' or 'last', got {logits!r}")
-        ids = self._ids(tokens, state, 2)
+        self._check_state(state)
+        ids = self._ids(tokens, state.batch_size, 2)
+        return self._prefill(ids, state, None if lengths is None else arrays.lengths_array(lengths, *ids.shape), logits)
+
+    def _prefill(self, ids: NDArray[np.int64], state: Any, real: NDArray[np.int64] | None, logits: str) -> F32:
         B, T = ids.shape
-        real = None if lengths is None else arrays.lengths_array(lengths, B, T)
         out = np.zeros((B, T, self.vocab_size) if logits == "all" else (B, self.vocab_size), np.float32)
         last = np.zeros((B, self.hidden_size), np.float32)
         if B == 0 or T == 0:
@@ -151,13 +157,15 @@ class Model:
         """The state that `ModelState.save` wrote; refused where it belongs to another model."""
         return ModelState.load(path, self.layers, self.convolutions)
 
-    def _ids(self, tokens: Any, state: Any, axes: int) -> NDArray[np.int64]:
+    def _check_state(self, state: Any) -> None:
         if not isinstance(state, ModelState):
             raise StateMismatchError(f"state: expected a ModelState (model.init_state()), got {type(state).__name__}")
         if state._digest != self._digest:
             raise StateMismatchError("state: belongs to another model")
+
+    def _ids(self, tokens: Any, batch_size: int, axes: int) -> NDArray[np.int64]:
         ids = arrays.to_array("tokens", tokens)
-        arrays.check_shape("tokens", ids, "B, T" if axes == 2 else "B", (state.batch_size, None)[:axes])
+        arrays.check_shape("tokens", ids, "B, T" if axes == 2 else "B", (batch_size, None)[:axes])
         if ids.size and ids.dtype.kind not in "iu":
             raise TypeError(f"tokens: expected integers, got {ids.dtype}")
         if ids.size and not (ids.min() >= 0 and ids.max() < self.vocab_size):
@@ -178,20 +186,27 @@ class Model:
     def _take(self, work: F32, at: int, width: int, rows: int) -> F32:
         return work[at * rows : (at + width) * rows].reshape(rows, width)
 
-    def _run(
-        self, ids: NDArray[np.int64], state: ModelState, T: int, lengths: NDArray[np.int64] | None, count: int
-    ) -> F32:
+    def _run(self, ids: NDArray[np.int64], state: Any, T: int, lengths: NDArray[np.int64] | None, count: int) -> F32:
         work = self._buffers(len(ids))
         if len(ids):
             self._call(self._operations, work, ids, state, T, lengths, count)
         return work
 
-    def _call(self, operations: Any, work: F32, ids: Any, state: ModelState, T: int, lengths: Any, count: int) -> None:
+    def _call(self, operations: Any, work: F32, ids: Any, state: Any, T: int, lengths: Any, count: int) -> None:
         from linattn_edge.kernels import decoder
 
         lengths = np.zeros(0, np.int64) if lengths is None else np.ascontiguousarray(lengths, np.int64)
         code = decoder.decode()(
-            operations, count, ids, lengths, state._places, work, state._scratch, state.batch_size, T
+            operations,
+            count,
+            ids,
+            lengths,
+            state._streams,
+            state._places,
+            work,
+            state._scratch,
+            state.batch_size,
+            T,
         )
         assert code == layout.OK
 

@@ -23,6 +23,8 @@ class ModelState:
     written to, not replaced: the compiled decoder knows where they are.
     """
 
+    _streams = np.zeros(0, np.int64)  # all are in one block: see `kernels/layout.py`, and streams.py for others
+
     def __init__(
         self, layers: Sequence[Layer], convolutions: Sequence[Sequence[tuple[int, int]]], batch_size: int
     ) -> None:

@@ -1,0 +1,96 @@
+"""Prefills over a Dask cluster of real processes, one of which is killed."""
+
+import os
+import signal
+import threading
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+import linattn_edge as la
+import naive
+from cases import make
+from linattn_edge.cluster import cluster_prefill
+from linattn_edge.errors import NotFiniteError, StateMismatchError
+
+distributed = pytest.importorskip("distributed")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of Dask's own
+
+
+@pytest.fixture(scope="module")
+def client():
+    options = {"n_workers": 2, "threads_per_worker": 1, "processes": True, "dashboard_address": None}
+    with distributed.LocalCluster(**options, silence_logs=50) as cluster, distributed.Client(cluster) as client:
+        yield client
+
+
+class Slow:
+    """A piece that a worker makes itself, and takes its time."""
+
+    def __init__(self, tokens, seconds):
+        self.tokens, self.seconds = tokens, seconds
+
+    def __call__(self):
+        time.sleep(self.seconds)
+        return self.tokens
+
+
+def pieces_of(case, edges, seconds=None):
+    found = []
+    for a, b in pairwise(edges):
+        (q, k, v), rest = case.tokens(slice(a, b))
+        piece = {"q": q, "k": k, "v": v} | rest
+        found.append(piece if seconds is None else Slow(piece, seconds))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rule", "gate", "phi"), [("linear", None, "elu"), ("gated", "channel", "elu"), ("linear", None, "cosformer")]
+)
+def test_workers_answer_as_one(client, rule, gate, phi):
+    case = make(rule, gate, "mha", phi, B=2, T=60, normalize=phi == "elu", start=True)
+    state = case.start()
+    answers = cluster_prefill(client, case.attn, pieces_of(case, [0, 7, 7, 30, 31, 60]), state)
+    want, S, z = case.expected
+    naive.assert_close(np.concatenate(client.gather(answers), axis=1), want, 2e-6)
+    naive.assert_close(state.S, S, 2e-6)
+    if z is not None:
+        naive.assert_close(state.z, z, 2e-6)
+    assert state.position.tolist() == [60, 60]
+
+
+def test_a_worker_that_is_killed(client):
+    case = make("gated", "head", B=1, T=80, normalize=True)
+    victim = next(iter(client.run(os.getpid).values()))
+    state, killed = case.start(), []
+
+    def kill():
+        time.sleep(1.0)
+        os.kill(victim, signal.SIGKILL)
+        killed.append(victim)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    answers = cluster_prefill(client, case.attn, pieces_of(case, list(range(0, 81, 8)), 0.3), state)
+    y = np.concatenate(client.gather(answers), axis=1)
+    thread.join()
+    assert killed
+    want, S, _ = case.expected
+    naive.assert_close(y, want, 2e-6)
+    naive.assert_close(state.S, S, 2e-6)
+
+
+def test_errors_come_back_and_change_nothing(client):
+    case = make("linear", B=1, T=20)
+    pieces = pieces_of(case, [0, 10, 20])
+    pieces[1]["v"] = np.full_like(pieces[1]["v"], np.nan)
+    state = case.start()
+    with pytest.raises(NotFiniteError):
+        cluster_prefill(client, case.attn, pieces, state)
+    assert state.position.tolist() == [0]
+    delta = la.LinearAttention(1, 4, feature_map="identity", update_rule="delta")
+    with pytest.raises(StateMismatchError, match="merge"):
+        cluster_prefill(client, delta, [], delta.init_state())

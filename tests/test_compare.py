@@ -212,7 +212,7 @@ def test_the_command_on_files(capsys, tmp_path):
         (["--tokens", "0"], "--tokens"),
         (["--tokens", "8", "--lengths", "9"], "lengths: expected 1 to the T = 8"),
         (["--plot", "x.gif"], "--plot: expected a file that ends in"),
-        (["--plot", "none/x.png"], "is no folder that can be written to"),
+        (["--plot", "none/x.png"], "--plot: none/x.png can't be written to"),
         (["--maps", "hedgehog"], "only a program can give"),
         (["--maps", "cosformer"], "cosformer:max_len=1024"),
         (["--maps", "taylor:foo=1"], "taylor has no 'foo'; it has order"),

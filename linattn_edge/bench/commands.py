@@ -200,8 +200,12 @@ def closing(report: Any) -> str:
     """How long it took, and how far to trust it."""
     clock = report.method["clocks"]["wall clock"]
     trust = "A quick run: too short to quote. " if report.quick else ""
+    loads = [load[0] for load in (report.machine["load"], report.load_after) if load]
+    if loads and max(loads) > report.machine["cores"] + 1:
+        trust += "Other programs were running: medians and what lies above them are partly theirs. "
     return (
-        f"{trust}{report.seconds:.0f} s. A reading of the clock adds {clock['overhead_ns']:.0f} ns to each time. "
+        f"{trust}This took {report.seconds:.0f} s. Each time has the {clock['overhead_ns']:.0f} ns in it that a "
+        "reading of the clock takes. "
         "Compare figures of one run; between runs, use --compare. Method: docs/benchmarking.md."
     )
 

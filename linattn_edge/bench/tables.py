@@ -69,7 +69,7 @@ def heading(report: Report) -> list[str]:
     """Where and when this was measured."""
     about = report.machine
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    revision = f" ({about['revision']})" if about.get("revision") else ""
+    revision = f", revision {about['revision']}" if about.get("revision") else ""
     cores = report.method["pinned_to_cores"]
     pinned = f"pinned to core {', then '.join(map(str, cores))}" if cores else "no core pinned"
     loads = " to ".join(f"{load[0]:.1f}" for load in (about["load"], report.load_after) if load) or "not known"

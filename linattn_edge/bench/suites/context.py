@@ -258,9 +258,10 @@ def tables(groups: list[Group]) -> list[Table]:
         total = flow.rows[-1]
         rows.append([word("all"), *figures(total.time, ("min", "p50", "p99")), ABSENT, ABSENT, ABSENT])
         text = (
-            f"One stream of {flow.case['tokens']:,} tokens, {H} heads of width {D}, every step timed; µs a token for "
-            "the tokens up to each position. softmax: one token over a cache of as many keys and values, "
-            "the compiled scan alone, without the Python call and checks that are part of the other."
+            f"One stream of {flow.case['tokens']:,} tokens, linear with φ = elu(x) + 1, {H} heads of width {D}, every "
+            "step timed; µs a token, of the tokens from the position in the row above to this one. softmax: one token "
+            "over a cache of as many keys and values, the compiled scan alone, without the Python call and checks that "
+            "are part of the other."
         )
         for name, what in ((TIME_CROSSES, "slower"), (MEMORY_CROSSES, "larger")):
             if scan is not None and (at := scan.values.get(name)) is not None:
@@ -278,6 +279,6 @@ def tables(groups: list[Group]) -> list[Table]:
         text = "The state at the end of that stream and a fresh one, in turn, in the same memory; µs a token."
         if flow is not None and GROWN in flow.values:
             text += f" From position 1,000 to the end the whole process grew by {flow.values[GROWN]:,} bytes of memory."
-        header = ["", "position", "least", "median", "p99", "state", "of fresh"]
+        header = ["", "position", "least", "median", "p99", "state", "over fresh"]
         found.append(Table("The end beside the beginning", text, header, rows))
     return found

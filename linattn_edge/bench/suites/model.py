@@ -67,7 +67,7 @@ def tables(groups: list[Group]) -> list[Table]:
                 "A language model",
                 f"{group.title[0].upper()}{group.title[1:]}: {case['layers']} layers, {case['hidden']} wide, "
                 f"{case['weights']} weights, one stream, one thread. Reading ends with the first token that follows.",
-                ["to …", "in", "least", "median", "p99", "tokens/s"],
+                ["to …", "unit", "least", "median", "p99", "tokens/s"],
                 rows,
                 left=2,
             )

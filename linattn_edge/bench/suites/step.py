@@ -101,11 +101,14 @@ def tables(groups: list[Group]) -> list[Table]:
     header = ["update rule", "streams", "heads × width"]
     texts = (
         "µs for one call from Python, all checks on: the least, the median, and what 1 call in 100 and 1 in 1000 "
-        "exceeds. φ is the identity; elu: elu(x) + 1, normalised. state: what a call reads and writes at any position.",
+        "exceeds (– where there are too few calls to say). φ is the identity; elu: elu(x) + 1, normalised. state: what "
+        "a call reads and writes at any position.",
         "moved: what the call must read and write; GB/s: that, in the least time; possible: what this machine reaches "
-        "when it does nothing but read and write as much memory; share: how much of that the call reaches.",
+        "when one thread does nothing but read and write as much memory, in the cache where that fits; share: how much "
+        "of that the call reaches.",
         f"How many times as long as {OURS} each takes, least times, same numbers in and out, one thread each. Below 1 "
-        f"it is faster than {OURS}.",
+        f"it is faster than {OURS}. ONNX Runtime updates its state in place; with two state buffers it reads one and "
+        "writes the other, in turn.",
     )
     speed = ["moved", "GB/s", "possible", "share"]
     found = [

@@ -17,5 +17,9 @@ class StateMismatchError(ValueError):
     """A state, or a file that holds one, belongs to another layer configuration."""
 
 
+class DeviceError(ValueError):
+    """The GPU can't be used, refused something, or has not enough memory."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint is damaged, incomplete, or of a kind that is not supported."""

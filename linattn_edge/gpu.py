@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -428,6 +429,7 @@ class Engine:
         check_layer(layer)
         self.layer, self.check_finite = layer, check_finite
         self._kernels: dict[tuple[Any, ...], Any] = {}
+        self._launchers: dict[tuple[Any, ...], Any] = {}
         with guard():
             weights = np.ascontiguousarray(layer.weights.reshape(-1), np.float32)
             self._weights = cuda.to_device(weights if weights.size else np.zeros(1, np.float32))
@@ -454,15 +456,28 @@ class Engine:
             self._kernels[key] = kernels.compiled(layer, mode, width, T > 1, lengths is not None, self.check_finite)
         kernel, shape = self._kernels[key]
         none = self._none
-        threads = shape.columns, shape.parts + (1 if layer.normalize else 0)
+        size = state.batch_size * layer.N * shape.blocks, (shape.columns, shape.parts + (1 if layer.normalize else 0))
         S, z = state._S, state._zs if layer.normalize else none
         with guard():
-            kernel[state.batch_size * layer.N * shape.blocks, threads, stream](
+            self._launcher(kernel, key, size, stream)(
                 flat.get("q", none), flat.get("k", none), flat.get("v", none), flat.get("g", none),
                 flat.get("beta", none), self._no_lengths if lengths is None else lengths,
                 none if out is None else out.reshape(out.size), S.reshape(S.size), z.reshape(z.size),
                 state._positions.reshape(state._positions.size), self._weights, state._flags, T,
             )  # fmt: skip
+
+    def _launcher(self, kernel: Any, key: tuple[Any, ...], size: tuple[int, Any], stream: Any) -> Any:
+        """A kernel with its grid, kept: making one costs time, and Numba warns that one stream is little work."""
+        if simulated():
+            return kernel[(*size, stream)]
+        known = *key, size[0], int(stream)
+        if known not in self._launchers:
+            if len(self._launchers) >= 256:
+                self._launchers.clear()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._launchers[known] = kernel[(*size, stream)]
+        return self._launchers[known]
 
 
 def run_host(

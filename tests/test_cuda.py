@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 import linattn_edge as la
-import naive
 from cases import SAMPLES, VARIANTS, make
 from linattn_edge import gpu
 from linattn_edge.errors import DeviceError, DtypeError, NotFiniteError, ShapeError, StateMismatchError
@@ -453,7 +452,54 @@ def test_the_rest(small):
     la.LinearAttention(1, 2).init_state().check()
 
 
+def checker(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    return importlib.import_module("cuda_check")
+
+
+@simulated
+def test_the_check(small, monkeypatch, tmp_path, capsys):
+    """Its grid runs in the simulator; the times need a GPU."""
+    check = checker(monkeypatch)
+    monkeypatch.setattr(check, "SAMPLES", ["elu", "rff"])
+    assert check.main(["--quick", "--json", str(tmp_path / "report")]) == 0
+    assert "Correctness: 7 of 7 cases within 1e-05" in capsys.readouterr().out
+    report = json.loads((tmp_path / "report").read_text())
+    assert report["card"] == "Numba's simulator"
+    assert report["steps"] == []
+    monkeypatch.setattr(check, "BOUND", 0)
+    assert check.main(["--quick"]) == 1
+    assert "FAILED map elu: relative RMS error" in capsys.readouterr().out
+
+
 # without the simulator
+
+
+def test_the_table_of_the_check(monkeypatch):
+    """Of figures that are made up."""
+    check = checker(monkeypatch)
+    step = {"rule": "gated", "H": 8, "d": 64, "B": 1, "kernel": 2.0, "replay": 3.0, "python": 40.0, "bytes": 4e6}
+    report = {
+        "date": "2026-01-01", "card": "a card", "version": "1", "command": "this", "seconds": 1.0,
+        "correctness": {"cases": 3, "worst": 1e-7, "failed": {"one": "why"}},
+        "graph_error": 1e-7, "copy_GB/s": 4000.0, "empty_replay_us": 1.5,
+        "steps": [step | {"GB/s": 2000.0, "torch": None}, step | {"GB/s": 1000.0, "torch": 9.0}],
+        "prefills": [{"rule": "gated", "H": 8, "d": 64, "T": 512, "ms": 1.0, "us per token": 2.0}],
+        "failures": {"that": "out of memory"},
+    }  # fmt: skip
+    text = check.text(report)
+    assert "Correctness: 2 of 3 cases" in text
+    assert "- FAILED one: why" in text
+    assert "| `gated` | 8×64 | 1 | 2.0 | 3.0 | 40.0 | 1.0 | 2000 | 50% | – |" in text
+    assert "| `gated` | 8×64 | 512 | 1.00 | 2.000 |" in text
+    assert "- not measured: that: out of memory" in text
+
+
+def test_the_check_without_a_gpu(monkeypatch, capsys):
+    check = checker(monkeypatch)
+    monkeypatch.setattr(gpu, "why_not", lambda: "no card")
+    assert check.main([]) == 1
+    assert capsys.readouterr().err == "cuda_check: no card\n"
 
 
 def test_the_simulator_runs_in_a_process_of_its_own():
@@ -583,4 +629,3 @@ def test_the_page_names_what_there_is():
     assert 'pip install -e ".[cuda]"' in page
     for name in ("state.check()", 'state.to("cuda")', "stream=", "benchmarks/cuda_check.py"):
         assert name in page
-    assert naive is not None

@@ -456,7 +456,7 @@ class Engine:
             self._kernels[key] = kernels.compiled(layer, mode, width, T > 1, lengths is not None, self.check_finite)
         kernel, shape = self._kernels[key]
         none = self._none
-        size = state.batch_size * layer.N * shape.blocks, (shape.columns, shape.parts + (1 if layer.normalize else 0))
+        size = state.batch_size * layer.N * shape.blocks, (shape.columns, shape.threads)
         S, z = state._S, state._zs if layer.normalize else none
         with guard():
             self._launcher(kernel, key, size, stream)(

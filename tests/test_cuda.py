@@ -577,9 +577,27 @@ def ptx(monkeypatch, attn, mode, width, many, ragged, cc):
 
     monkeypatch.setattr(numba.cuda.dispatcher, "get_current_device", lambda: Device)
     f, n = types.float32[::1], types.int64[::1]
-    kernel, _ = build(attn.layer, mode, width, many, ragged, True)
+    kernel, shape = build(attn.layer, mode, width, many, ragged, True)
     signature = (f, f, f, f, f, n, f, f, f, n, f, types.int32[::1], types.int64)
-    return cuda.compile_ptx(kernel, signature, cc=cc)[0]
+    threads = shape.columns * shape.threads
+    return cuda.compile_ptx(kernel, signature, cc=cc, launch_bounds=threads)[0], threads
+
+
+def assemble(code, cc):
+    """Registers of a thread, and bytes of them that had no room; None where there is no assembler."""
+    try:
+        from cuda.bindings import nvjitlink
+
+        link = nvjitlink.create(2, [f"-arch=sm_{cc[0]}{cc[1]}", "-Xptxas=-v"])
+    except Exception:
+        return None
+    nvjitlink.add_data(link, nvjitlink.InputType.PTX, code.encode(), len(code.encode()), "kernel")
+    nvjitlink.complete(link)
+    log = bytearray(nvjitlink.get_info_log_size(link))
+    nvjitlink.get_info_log(link, log)
+    registers = re.search(r"Used (\d+) registers", log.decode())
+    spilled = re.search(r"(\d+) bytes spill stores", log.decode())
+    return int(registers[1]), int(spilled[1])
 
 
 LAYERS = {
@@ -593,6 +611,7 @@ COMPILED = [
     *[(rule, LAYERS[rule], mode, True) for rule in ("linear", "gated_delta") for mode in (WRITE, READ)],
     *[("linear", {"feature_map": name}, STEP, False) for name in SAMPLES],
     ("gated_delta", {"feature_map": la.Taylor(order=2), "key_dim": 48}, STEP, True),
+    ("gated_delta", {"feature_map": la.Dpfp(nu=4), "key_dim": 64}, STEP, True),
 ]
 
 
@@ -616,12 +635,17 @@ def test_ptx_without_float64(monkeypatch, rule, options, mode, many, cc):
     phi = make(phi=name, K=K).maps[0] if isinstance(name, str) else name
     attn = la.LinearAttention(2, **({"key_dim": K, "update_rule": rule} | options | {"feature_map": phi}))
     width = 0 if mode == READ or not attn.layer.rule.decay else attn.layer.F if many else 1
-    code = ptx(monkeypatch, attn, mode, width, many, many, cc)
+    code, threads = ptx(monkeypatch, attn, mode, width, many, many, cc)
     assert f".target sm_{cc[0]}{cc[1]}" in code
     assert not re.findall(r"^.*\.f64\b.*$", code, re.MULTILINE)
     if attn.layer.F <= 64 and name != "taylor3":
         assert ".local" not in code  # S stays in registers
     assert not re.findall(r"^\s*call", code, re.MULTILINE)
+    made = assemble(code, cc)
+    if made is not None:
+        registers, spilled = made
+        assert registers * threads <= 65536  # all that a block can have
+        assert spilled == 0
 
 
 def test_the_page_names_what_there_is():

@@ -48,6 +48,7 @@ class Shape(NamedTuple):
     blocks: int  # blocks for each state head
     piece: int  # tokens packed at once
     sides: int  # vectors of a token and state head: its key, its queries
+    threads: int  # rows of threads of a block: the parts, and one more for z
 
     @property
     def padded(self) -> int:
@@ -74,7 +75,8 @@ def shape_of(layer: Layer, mode: int, many: bool) -> Shape | None:
     if fits < 1:
         return None
     piece = min(PIECE, fits) if many else 1
-    return Shape(width, parts, rows, rows <= RESIDENT, -(-V // width), piece, sides)
+    threads = parts + 1 if layer.normalize else parts
+    return Shape(width, parts, rows, rows <= RESIDENT, -(-V // width), piece, sides, threads)
 
 
 def _load(a, at):
@@ -178,12 +180,11 @@ def build(layer: Layer, mode: int, width: int, many: bool, ragged: bool, check: 
     """
     shape = shape_of(layer, mode, many)
     assert shape is not None
-    C, P, R, RESIDENTS, CB, TOKENS, SIDES = shape
+    C, P, R, RESIDENTS, CB, TOKENS, SIDES, ROWS_OF_THREADS = shape
     H, HK, N, K, V, F = layer.H, layer.HK, layer.N, layer.K, layer.V, layer.F
     FP = shape.padded
     OUTPUTS, QUERIES, KEYS, SHARE = layer.outputs, max(1, H // N), N // HK, max(1, N // H)
     NORMALIZE, DELTA, CONSTANT = layer.normalize, layer.rule.beta, layer.decay is not None
-    ROWS_OF_THREADS = P + 1 if NORMALIZE else P
     THREADS = C * ROWS_OF_THREADS
     KEY = 0 if mode == READ else 1  # vectors of a token before its queries
     QUERY = 1 if mode == STEP else 0  # where its first query is; a write has none and takes the key for one
@@ -427,4 +428,4 @@ def _plain(function: Any) -> Any:
 def compiled(layer: Layer, mode: int, width: int, many: bool, ragged: bool, check: bool) -> tuple[Any, Shape]:
     """The kernel of a layer for one kind of call, compiled when first launched, and its shape."""
     kernel, shape = build(layer, mode, width, many, ragged, check)
-    return cuda_kernel(kernel), shape
+    return cuda_kernel(kernel, shape.columns * shape.threads), shape

@@ -163,11 +163,15 @@ def cuda_device(function: Callable[..., Any]) -> Any:
     return function if cuda_simulated() else cuda.jit(device=True, forceinline=True, **CUDA_OPTIONS)(function)
 
 
-def cuda_kernel(function: Callable[..., Any]) -> Any:
-    """`function` as a CUDA kernel, compiled for the GPU and the types that it is first launched with."""
+def cuda_kernel(function: Callable[..., Any], threads: int) -> Any:
+    """`function` as a CUDA kernel, compiled for the GPU and the types that it is first launched with.
+
+    threads: those of a block; the compiler keeps to the registers that there are for them.
+    """
     from numba import cuda
 
-    return cuda.jit(**({} if cuda_simulated() else CUDA_OPTIONS))(function)
+    options = {} if cuda_simulated() else CUDA_OPTIONS | {"launch_bounds": threads}
+    return cuda.jit(**options)(function)
 
 
 @functools.cache

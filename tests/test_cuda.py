@@ -141,6 +141,8 @@ def test_write_and_read(small, rule, normalize):
         (("linear", None, "mha", "elu"), {"normalize": True, "eps": 1e-2, "eps_mode": "add"}),
         (("linear", None, "mha", "identity"), {"scale": 0.3}),
         (("linear", None, "gva", "elu"), {"normalize": True, "V": 2}),
+        (("gated", "channel", "gqa", "relu"), {"normalize": True, "K": 4, "V": 8}),  # no thread without a row
+        (("gated_delta", "head", "mha", "identity"), {"K": 4, "V": 4}),
     ],
 )
 def test_options(small, args, options):

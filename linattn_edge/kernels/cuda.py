@@ -189,6 +189,8 @@ def build(layer: Layer, mode: int, width: int, many: bool, ragged: bool, check: 
     KEY = 0 if mode == READ else 1  # vectors of a token before its queries
     QUERY = 1 if mode == STEP else 0  # where its first query is; a write has none and takes the key for one
     SLOTS = TOKENS * P * C
+    EVEN = V % C == 0  # no column is beyond V
+    FULL = EVEN and F == FP  # no row beyond F either
     SIDES_OF_WEIGHTS, HEADS, PW = layer.weights.shape
     QK_NORM, ELEMENTWISE = layer.qk_norm, layer.phi.elementwise
     SCALE, EPS, ADD = np.float32(layer.scale), np.float32(layer.eps), layer.eps_mode == "add"
@@ -242,9 +244,9 @@ def build(layer: Layer, mode: int, width: int, many: bool, ragged: bool, check: 
         if part < P and c < V and first < F:
             rows = F - first if F - first < R else R
         base = ((b * N + n) * F + first) * V + c
-        if RESIDENTS:
+        if RESIDENTS and part < P:
             for i in range(R):
-                own[i] = S[base + i * V] if i < rows else ZERO
+                own[i] = S[base + i * V] if FULL or i < rows else ZERO
         length = T
         if ragged:
             length = max(0, min(T, int(lengths[b])))
@@ -293,7 +295,7 @@ def build(layer: Layer, mode: int, width: int, many: bool, ragged: bool, check: 
                         decays[x] = exp(value)
                 if part < P:
                     for t in range(count):
-                        value = v[((row + t) * N + n) * V + c] if c < V else ZERO
+                        value = v[((row + t) * N + n) * V + c] if EVEN or c < V else ZERO
                         if check and not is_finite(value):
                             flags[NOT_FINITE] = 1
                         ys[(t * P + part) * C + col] = value
@@ -402,14 +404,14 @@ def build(layer: Layer, mode: int, width: int, many: bool, ragged: bool, check: 
                                 den += dens[(j * TOKENS + t) * P + p]
                             factor = SCALE / divisor(den, EPS, ADD)
                         total = total * factor
-                    if c < V:
+                    if EVEN or c < V:
                         out[((row + t) * OUTPUTS + n * QUERIES + j) * V + c] = total
                 cuda.syncthreads()
 
         if mode != READ:
-            if RESIDENTS:
+            if RESIDENTS and part < P:
                 for i in range(R):
-                    if i < rows:
+                    if FULL or i < rows:
                         S[base + i * V] = own[i]
             if NORMALIZE:
                 for i in range(me, F, THREADS):

@@ -91,9 +91,14 @@ def guard() -> Iterator[None]:
 
 def is_device_array(value: Any) -> bool:
     """Whether `value` says that it lies on a GPU."""
-    if getattr(value, "__cuda_ndarray__", False) or hasattr(value, "__cuda_array_interface__"):
+    if isinstance(value, np.ndarray):
+        return False
+    try:
+        if getattr(value, "__cuda_ndarray__", False) or hasattr(value, "__cuda_array_interface__"):
+            return True
+    except RuntimeError:  # torch: a tensor there that requires grad
         return True
-    if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack_device__"):
+    if not hasattr(value, "__dlpack_device__"):
         return False
     return bool(value.__dlpack_device__()[0] == 2)  # kDLCUDA
 

@@ -540,6 +540,47 @@ def test_without_a_gpu_the_reason_is_one_line():
     assert (info["gpu"] is None) == (reason is not None)
 
 
+class Elsewhere:
+    """A NumPy array that says that it lies on a GPU, by DLPack or by the CUDA array interface."""
+
+    def __init__(self, array, error=None):
+        self.array, self.error = array, error
+
+    def __dlpack_device__(self):
+        return (2, 0)
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__()
+
+
+class Interface(Elsewhere):
+    @property
+    def __cuda_array_interface__(self):
+        if self.error:
+            raise self.error
+        return self.array.__array_interface__ | {"stream": 7}
+
+
+def test_what_lies_on_a_gpu():
+    x = np.zeros((2, 3), np.float32)
+    assert gpu.is_device_array(Elsewhere(x))
+    assert gpu.is_device_array(Interface(x))
+    assert gpu.is_device_array(Interface(x, RuntimeError("requires grad")))
+    for value in (x, [1.0], 1.0, None):
+        assert not gpu.is_device_array(value)
+    assert gpu._interface(Interface(x))["data"][0] == x.ctypes.data
+
+
+def test_dlpack():
+    pytest.importorskip("cuda.core")
+    x = np.zeros((4, 6), np.float32)
+    for array in (x, x[:, ::2]):
+        interface = gpu._interface(Elsewhere(array))
+        assert interface["shape"] == array.shape
+        assert interface["strides"] in (None, array.strides)
+        assert (interface["typestr"], interface["data"][0]) == ("<f4", array.ctypes.data)
+
+
 def test_the_cpu_never_loads_it():
     code = """
 import sys, numpy as np, linattn_edge as la

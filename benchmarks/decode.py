@@ -10,17 +10,16 @@ All run in turn, on one thread and on all cores for torch, whichever is faster; 
 import argparse
 import json
 import math
-import resource
-import time
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from measure import machine
 from safetensors.numpy import load_file
 
 import linattn_edge as la
+from linattn_edge.bench.machine import machine, resident_memory
+from linattn_edge.bench.turns import alternate, timed
 from linattn_edge.models import bundled
 
 
@@ -67,22 +66,9 @@ class TorchGla:
         return w["lm_head.weight"] @ rms_norm(h, w["model.norm.weight"])
 
 
-def memory() -> float:
-    """Resident memory now, MiB."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20
-
-
-def in_turn(calls: dict, turns: int, inner: int) -> dict[str, float]:
-    """Least µs of each call: `turns` rounds of `inner` calls each."""
-    best = dict.fromkeys(calls, math.inf)
-    for _ in range(turns):
-        for name, call in calls.items():
-            for _ in range(inner):
-                begin = time.perf_counter()
-                call()
-                best[name] = min(best[name], time.perf_counter() - begin)
-    return {name: seconds * 1e6 for name, seconds in best.items()}
+def least(calls: dict) -> dict[str, float]:
+    """Least µs of each call."""
+    return {name: found["min"] for name, found in alternate({n: timed(c) for n, c in calls.items()}, 100).items()}
 
 
 def main() -> None:
@@ -116,7 +102,7 @@ def main() -> None:
         calls = {f"linattn_edge, {w}": (lambda w=w: models[w].step([32], own[w])) for w in models}
         calls["torch eager"] = lambda: peer.step(token, states)
         calls["torch.compile"] = lambda: compiled(token, other)
-        for name, us in in_turn(calls, 60, 20).items():
+        for name, us in least(calls).items():
             results[name] = min(us, results.get(name, math.inf))
 
     model = models["float32"]
@@ -125,11 +111,11 @@ def main() -> None:
     late = early.copy()
     for _ in range(200):
         model.step([32], late)
-    before = memory()
+    before = resident_memory() or 0
     for _ in range(100_000 - int(late.position[0])):
         model.step([32], late)
-    grown = memory() - before
-    flat = in_turn({"early": lambda: model.step([32], early), "late": lambda: model.step([32], late)}, 100, 20)
+    grown = ((resident_memory() or 0) - before) / 2**20
+    flat = least({"early": lambda: model.step([32], early), "late": lambda: model.step([32], late)})
 
     figures = {
         "machine": machine(),

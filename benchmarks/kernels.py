@@ -1,7 +1,7 @@
 """What a token costs: our kernels beside a C yardstick, NumPy, ONNX Runtime and torch, taking turns in one process.
 
     python benchmarks/kernels.py --json kernels.json
-    python benchmarks/table.py kernels.json README.md
+    python benchmarks/table.py kernels.json docs/kernels.md
 
 Compare only figures of one run. `min` is the least of many samples, `p10` their tenth percentile; a ratio "a / b" is
 given for both. Ours is timed from Python, so the call, all checks and exp of g are in it; the yardstick is timed
@@ -15,7 +15,6 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,10 +26,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import CPU, WALL, Array, Missing, Run, Yardstick, alternate, load, machine, progress, ratio, timed
-from peers import PEERS, Peer, Problem, disagreement
+from yardstick import Yardstick
 
 import linattn_edge as la
+from linattn_edge.bench.clock import CPU, WALL
+from linattn_edge.bench.inputs import layer_inputs, make_layer, steppers
+from linattn_edge.bench.machine import load, machine
+from linattn_edge.bench.peers import Problem, agreeing, builders
+from linattn_edge.bench.statistics import ratio, summary
+from linattn_edge.bench.suites.startup import first_call
+from linattn_edge.bench.turns import Missing, Run, alternate, timed
+from linattn_edge.terminal import status as progress
 
 H = 32  # heads, unless said otherwise
 FORMAT = 1  # of the JSON file
@@ -98,43 +104,6 @@ class Group:
         print(flush=True)
 
 
-def layer_inputs(attn: la.LinearAttention, lead: tuple[int, ...], seed: int = 0) -> dict[str, Array]:
-    """Inputs of a step (lead = (B,)) or a prefill (lead = (B, T)); g per channel for "gated", per head else.
-
-    Keys have unit length. A long sequence repeats the same 256 tokens.
-    """
-    layer, draw = attn.layer, np.random.default_rng(seed)
-    distinct = (*lead[:-1], min(lead[-1], 256)) if len(lead) > 1 else lead
-    q, k, v = draw.standard_normal((3, *distinct, layer.N, layer.K), dtype=np.float32)
-    k /= np.linalg.norm(k, axis=-1, keepdims=True)
-    found = {"q": q, "k": k, "v": v}
-    if layer.rule.decay:
-        shape = (*distinct, layer.N, layer.F)[: None if layer.rule.name == "gated" else -1]
-        found["g"] = draw.uniform(-0.1, -0.01, shape).astype(np.float32)
-    if layer.rule.beta:
-        found["beta"] = draw.uniform(0.3, 0.9, (*distinct, layer.N)).astype(np.float32)
-    if distinct == lead:
-        return found
-    times = -(-lead[-1] // distinct[-1])
-    return {name: np.concatenate([a] * times, axis=1)[:, : lead[1]].copy() for name, a in found.items()}
-
-
-def make_layer(rule: str, d: int, heads: int = H, **options: Any) -> la.LinearAttention:
-    """The layer of each rule that is measured: elu and a normaliser for "linear", the identity map for the others."""
-    phi = "elu" if rule == "linear" else "identity"
-    return la.LinearAttention(heads, d, feature_map=phi, update_rule=rule, **options)
-
-
-def steppers(layers: Sequence[la.LinearAttention], B: int = 1, dtype: str = "float32") -> list[Callable[[], object]]:
-    """A call of `step`, with `out` given, for each layer, all on one state and the same inputs.
-
-    They must agree on what a state is. The same memory matters: where pages happen to lie changes a time by 15 %.
-    """
-    x = layer_inputs(layers[0], (B,))
-    state, out = layers[0].init_state(B, dtype), np.empty_like(x["v"])
-    return [partial(attn.step, **x, state=state, out=out) for attn in layers]
-
-
 def rotation(attn: la.LinearAttention, layers: int, dtype: str = "float32") -> Callable[[], object]:
     """One token through `layers` states, each a layer's own; inputs are shared."""
     if layers == 1:
@@ -186,30 +155,14 @@ def peers(settings: Settings) -> Iterator[Group]:
     for d in settings.widths():
         for rule in ("linear", "gated", "delta", "gated_delta"):
             group = Group("peers", f"{rule}, identity map, H = {H}, d = {d}", {"d": d, "rule": rule})
-            contestants = agreeing_peers(Problem(rule, H, d), PEERS, group)
+            contestants, reasons = agreeing(Problem(rule, H, d), builders(("numpy", "torch", "onnxruntime")))
+            group.notes += [f"{name}: {reason}" for name, reason in reasons.items()]
             if rule.startswith("gated") and yardstick_note(settings, group):
                 contestants["C"] = settings.yardstick.contestant(rule, H, d)
             group.measure(settings, contestants)
             others = [name for name in contestants if name not in ("linattn_edge", "C")]
             group.compare(*((name, "linattn_edge") for name in others), ("linattn_edge", "C"))
             yield group
-
-
-def agreeing_peers(problem: Problem, builders: dict[str, Callable[[Problem], Peer]], group: Group) -> dict[str, Run]:
-    """Those that are here and give the right answers, as contestants."""
-    contestants = {}
-    for name, build in builders.items():
-        try:
-            peer = build(problem)
-        except Missing as reason:
-            group.notes.append(f"{name}: left out, {reason}")
-            continue
-        wrong = disagreement(peer, problem)
-        if wrong:
-            group.notes.append(f"{name}: NOT TIMED, {wrong}")
-        else:
-            contestants[name] = timed(peer.step)
-    return contestants
 
 
 def prefill(settings: Settings) -> Iterator[Group]:
@@ -338,20 +291,6 @@ def drift(dtype: str, tokens: int) -> float:
     return float(np.sqrt(np.mean((got - right) ** 2, dtype=np.float64) / np.mean(right**2, dtype=np.float64)))
 
 
-FIRST_CALL = """
-from time import perf_counter
-start = perf_counter()
-import numba
-imported = perf_counter()
-import numpy as np
-import linattn_edge as la
-attn = la.LinearAttention(8, 64)
-x = np.ones((1, 8, 64), np.float32)
-attn.step(x, x, x, attn.init_state())
-print(imported - start, perf_counter() - imported)
-"""
-
-
 WARM = "beyond it, warm cache"
 
 
@@ -360,38 +299,28 @@ def startup(settings: Settings) -> Iterator[Group]:
     group = Group("startup", "first step of a process, H = 8, d = 64", {"H": 8, "d": 64}, unit="s")
     taken: dict[str, list[float]] = {}
 
-    def first_call(folder: str, kind: str) -> None:
+    def one(folder: str, kind: str) -> None:
         progress(f"startup: {kind} …")
-        environment = os.environ | ({"NUMBA_CACHE_DIR": folder} if folder else {})
-        done = subprocess.run(
-            [sys.executable, "-c", FIRST_CALL], env=environment, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            reason = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-            raise Missing(f"a new process fails: {reason[0]}")
-        importing, rest = map(float, done.stdout.split())
-        taken.setdefault("import numba", []).append(importing)
+        importing, numba, rest = first_call(folder)
+        taken.setdefault("import linattn_edge", []).append(importing)
+        taken.setdefault("import numba", []).append(numba)
         taken.setdefault(kind, []).append(rest)
 
     try:
         if settings.quick:
             group.notes.append("cold compile: left out by --quick")
             for _ in range(2):
-                first_call(os.environ.get("NUMBA_CACHE_DIR", ""), WARM)
+                one("", WARM)
             taken[WARM].pop(0)  # it may have had to compile
         for _ in range(0 if settings.quick else 3):
             with tempfile.TemporaryDirectory() as folder:
-                first_call(folder, "beyond it, cold: one configuration compiled")
+                one(folder, "beyond it, cold: one configuration compiled")
                 for _ in range(5):
-                    first_call(folder, WARM)
+                    one(folder, WARM)
     except Missing as reason:
         group.notes.append(str(reason))
     for name, seconds in taken.items():
-        group.times[name] = {
-            "min": min(seconds),
-            "p10": float(np.percentile(seconds, 10)),
-            "samples": len(seconds),
-        }
+        group.times[name] = summary(seconds)
     yield group
 
 

@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 from kernels import Group, Settings
-from measure import Array, Missing, Run, machine, timed
 
 import linattn_edge as la
 import linattn_export as lx
+from linattn_edge.bench.machine import machine
+from linattn_edge.bench.turns import Array, Missing, Run, timed
 
 FORMAT = 1
 TOLERANCE = 1e-4  # of the largest number in the right answer

@@ -149,6 +149,7 @@ def plot(result: Result, path: Path) -> None:
         axes.plot(at, [getattr(row, theirs) for row in result.rows], "k:", marker="s", label="softmax, attention alone")
         axes.set(xscale="log", yscale="log", xlabel="position, tokens", ylabel=what)
         axes.grid(alpha=0.3)
+    right.set_yscale("log", base=16)
     right.yaxis.set_major_formatter(lambda value, _: size(value))
     left.legend(frameon=False)
     figure.suptitle("What a token costs, by how many came before it")

@@ -23,3 +23,11 @@ class DeviceError(ValueError):
 
 class CheckpointError(ValueError):
     """A checkpoint is damaged, incomplete, or of a kind that is not supported."""
+
+
+def one_line(error: BaseException) -> str:
+    """An error for people: what it says, and its kind where that is none of the usual ones."""
+    text = " ".join(str(error).split())
+    if isinstance(error, (ValueError, TypeError, OSError, NotImplementedError)) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,33 +1,44 @@
 """How commands show things: text and tables on standard output, progress on a terminal and nothing of it in a pipe."""
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 Item = TypeVar("Item")
 
 
-def progress(items: Sequence[Item], label: str) -> Iterator[Item]:
-    """The items, with a bar on standard error while they are worked on, if that is a terminal."""
+def progress(items: Sequence[Item], label: str, describe: Callable[[Item], str] | None = None) -> Iterator[Item]:
+    """The items, with a bar on standard error while they are worked on, if that is a terminal.
+
+    describe: what an item is, shown beside the bar; then the bar moves between items only, so that nothing disturbs
+    what is measured within one.
+    """
     if not sys.stderr.isatty():
         yield from items
         return
     try:
         from rich.console import Console
-        from rich.progress import track
+        from rich.progress import Progress
     except ImportError:
-        yield from _plain(items, label)
+        yield from _plain(items, label, describe)
         return
-    yield from track(items, description=label, console=Console(stderr=True), transient=True)
+    with Progress(console=Console(stderr=True), transient=True, auto_refresh=describe is None) as bar:
+        task = bar.add_task(label, total=len(items))
+        for item in items:
+            if describe is not None:
+                bar.update(task, description=f"{label}: {describe(item)}", refresh=True)
+            yield item
+            bar.advance(task)
 
 
-def _plain(items: Sequence[Item], label: str) -> Iterator[Item]:
+def _plain(items: Sequence[Item], label: str, describe: Callable[[Item], str] | None) -> Iterator[Item]:
     try:
         for done, item in enumerate(items):
-            print(f"\r{label} {done}/{len(items)} ", end="", file=sys.stderr, flush=True)
+            what = "" if describe is None else f": {describe(item)}"
+            print(f"\r{f'{label} {done}/{len(items)}{what} ':<79}", end="", file=sys.stderr, flush=True)
             yield item
     finally:
-        print("\r" + " " * (len(label) + 24) + "\r", end="", file=sys.stderr, flush=True)
+        print("\r" + " " * 79 + "\r", end="", file=sys.stderr, flush=True)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:

@@ -1,4 +1,4 @@
-"""The benchmark scripts: statistics, a wrong peer, the README's table, and a short run."""
+"""The benchmark scripts: the yardstick, the tables in the pages, and short runs. (tests/test_bench.py has the rest.)"""
 
 import importlib
 import json
@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -19,105 +18,12 @@ def bench(monkeypatch):
     """Import a module of benchmarks/ by name."""
     monkeypatch.syspath_prepend(str(FOLDER))
     yield importlib.import_module
-    for name in ("kernels", "measure", "onnx_files", "peers", "table"):
+    for name in ("kernels", "onnx_files", "readme", "table", "yardstick"):
         sys.modules.pop(name, None)
 
 
-def test_summary_and_ratio(bench):
-    measure = bench("measure")
-    a = measure.summary(range(100, 201))
-    assert a == {"min": 100.0, "p10": 110.0, "samples": 101}
-    b = measure.summary([50.0, 55.0, 1e9])
-    assert b["min"] == 50.0 and b["p10"] == pytest.approx(51.0)
-    assert measure.ratio(a, b) == {"min": 2.0, "p10": pytest.approx(110 / 51)}
-
-
-def test_a_time_is_per_call_and_unit(bench, monkeypatch):
-    measure = bench("measure")
-    ticks = iter(range(0, 10**9, 6000))  # 6 µs pass between two looks at the clock
-    monkeypatch.setitem(measure.CLOCKS, measure.WALL, lambda: next(ticks))
-    calls = []
-    times = measure.timed(lambda: calls.append(1), units=3, batch=2)(5)
-    assert times.tolist() == [1.0] * 5
-    assert len(calls) == 10
-
-
-def test_contestants_take_turns(bench):
-    measure = bench("measure")
-    order = []
-
-    def contestant(name, us):
-        def run(n):
-            order.append(name)
-            return np.full(n, us)
-
-        return run
-
-    found = measure.alternate({"a": contestant("a", 3.0), "b": contestant("b", 1.5)}, rounds=4)
-    assert order[-8:] == ["a", "b"] * 4
-    assert measure.ratio(found["a"], found["b"]) == {"min": 2.0, "p10": 2.0}
-
-
-def test_a_slow_contestant_gets_fewer_rounds(bench, monkeypatch):
-    measure = bench("measure")
-    now = [0.0]
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
-
-    def slow(n):
-        now[0] += 2.0 * n
-        return np.full(n, 2e6)
-
-    assert measure.alternate({"slow": slow}, rounds=100, budget=10)["slow"]["samples"] == 5
-    assert measure.alternate({"slow": slow}, rounds=100, budget=1)["slow"]["samples"] == 3
-
-
-@pytest.mark.parametrize("rule", ["linear", "gated", "delta", "gated_delta"])
-def test_peers_agree(bench, rule):
-    measure, peers = bench("measure"), bench("peers")
-    problem = peers.Problem(rule, 2, 32)
-    for name, build in peers.PEERS.items():
-        try:
-            peer = build(problem)
-        except measure.Missing:
-            assert name not in ("linattn_edge", "NumPy")
-            continue
-        assert peers.disagreement(peer, problem) is None, name
-
-
-@pytest.mark.parametrize("fault", ["output", "state", "nan"])
-def test_a_peer_that_disagrees_is_not_timed(bench, fault):
-    kernels, peers = bench("kernels"), bench("peers")
-    problem = peers.Problem("gated", 2, 32)
-    steps = []
-
-    def wrong(problem):
-        good = peers.numpy_peer(problem)
-
-        def step():
-            steps.append(1)
-            good.step()
-
-        def read():
-            y, S = good.read()
-            if fault == "state":
-                return y, S + np.float32(0.01)
-            return (y * np.float32(np.nan) if fault == "nan" else y * np.float32(1.01)), S
-
-        return peers.Peer(step, read)
-
-    def absent(problem):
-        raise kernels.Missing("there is no such package")
-
-    group = kernels.Group("peers", "", {})
-    builders = {"wrong": wrong, "NumPy": peers.numpy_peer, "absent": absent}
-    assert list(kernels.agreeing_peers(problem, builders, group)) == ["NumPy"]
-    assert len(steps) == peers.CHECKED_TOKENS
-    assert group.notes[0].startswith(f"wrong: NOT TIMED, its {'state' if fault == 'state' else 'output'} is off by")
-    assert group.notes[1] == "absent: left out, there is no such package"
-
-
 def test_the_yardstick_is_right(bench):
-    measure, kernels = bench("measure"), bench("kernels")
+    measure, kernels = bench("yardstick"), bench("kernels")
     try:
         yardstick = measure.Yardstick()
     except measure.Missing as reason:
@@ -130,7 +36,7 @@ def test_the_yardstick_is_right(bench):
 
 
 def test_no_compiler_is_said(bench, monkeypatch, capsys):
-    measure, kernels = bench("measure"), bench("kernels")
+    measure, kernels = bench("yardstick"), bench("kernels")
     monkeypatch.setattr(measure.shutil, "which", lambda name: None)
     with pytest.raises(measure.Missing, match="no C compiler"):
         measure.Yardstick()
@@ -193,12 +99,13 @@ that does nothing.
 
 def test_table(bench, tmp_path):
     table = bench("table")
-    figures, page = tmp_path / "kernels.json", tmp_path / "README.md"
+    figures, page = tmp_path / "kernels.json", tmp_path / "page.md"
     figures.write_text(json.dumps(REPORT), encoding="utf-8")
-    page.write_text(f"# Title\n\n{table.BEGIN}\nold\n{table.END}\n\nMore.\n", encoding="utf-8")
+    begin, end = table.markers(REPORT)
+    page.write_text(f"# Title\n\n{begin}\nold\n{end}\n\nMore.\n", encoding="utf-8")
     for _ in range(2):  # writing it again changes nothing
         assert table.main([str(figures), str(page)]) == 0
-        assert page.read_text(encoding="utf-8") == f"# Title\n\n{table.BEGIN}\n{TABLE}\n{table.END}\n\nMore.\n"
+        assert page.read_text(encoding="utf-8") == f"# Title\n\n{begin}\n{TABLE}\n{end}\n\nMore.\n"
 
 
 @pytest.mark.parametrize(
@@ -255,3 +162,31 @@ def test_a_wrong_file_is_named_and_not_timed(bench, monkeypatch):
     (group,) = [g for g in files.step(files.Settings(quick=True)) if g.case["rule"] == "gated"]
     assert not group.times
     assert any("fused: NOT TIMED, its output is off by" in note for note in group.notes)
+
+
+@pytest.mark.skipif(NO_JIT, reason="interpreted kernels are not what is measured")
+def test_the_readme_can_be_made_anew(bench, monkeypatch, capsys):
+    """A quick run prints the section and leaves the page alone; the command stands in it."""
+    readme, table = bench("readme"), bench("table")
+    before = readme.README.read_text(encoding="utf-8")
+    begin, end = table.markers({"kind": "linattn-edge bench"})
+    assert begin in before and end in before
+    real = readme.cli.main
+    monkeypatch.setattr(readme.cli, "main", lambda words: real(["bench", "step", "context", "model", *words[1:]]))
+    assert readme.main(["--quick"]) == 0
+    assert readme.README.read_text(encoding="utf-8") == before
+    out = capsys.readouterr().out
+    section = out[out.index("Measured on") :]
+    assert "linattn-edge bench step context model --quick --save bench.json" in section
+    assert "| `gated_delta` | 8 × 64 |" in section and "The bundled model:" in section
+    assert "The state at position 20,000 and a fresh one" in section
+
+
+def test_a_quick_run_is_not_written_into_the_readme(bench, tmp_path, capsys):
+    table = bench("table")
+    figures, page = tmp_path / "bench.json", tmp_path / "README.md"
+    report = {"kind": "linattn-edge bench", "quick": True}
+    figures.write_text(json.dumps(report), encoding="utf-8")
+    page.write_text("\n".join(table.markers(report)), encoding="utf-8")
+    assert table.main([str(figures), str(page)]) == 1
+    assert "too short" in capsys.readouterr().err

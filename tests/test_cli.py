@@ -11,6 +11,7 @@ import pytest
 
 import linattn_edge as la
 from linattn_edge import cli
+from linattn_edge import info as info_
 from linattn_edge.features import MAPS
 from linattn_edge.rules import RULES
 
@@ -57,7 +58,7 @@ def test_info_json_says_the_same(capsys):
     assert info["cpu"]["name"]
     assert info["kernel_cache"]["writable"] == (info["kernel_cache"]["folder"] is not None)
     assert info["packages"].keys() == {"numpy", "numba", "llvmlite", "safetensors"}
-    assert set(info["optional_packages"]) == set(cli.OPTIONAL_PACKAGES)
+    assert set(info["optional_packages"]) == set(info_.OPTIONAL_PACKAGES)
 
 
 def test_info_without_a_writable_cache_folder(capsys, monkeypatch):
@@ -92,11 +93,11 @@ def test_info_of_a_bare_system(capsys, monkeypatch):
         raise OSError
 
     def not_found(name):
-        raise cli.importlib.metadata.PackageNotFoundError(name)
+        raise info_.importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(cli, "open", refuse, raising=False)
+    monkeypatch.setattr(info_, "open", refuse, raising=False)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(cli.importlib.metadata, "version", not_found)
+    monkeypatch.setattr(info_.importlib.metadata, "version", not_found)
     monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", dict)
     assert cli.main(["info"]) == 0
     assert "none known" in capsys.readouterr().out

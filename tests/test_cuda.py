@@ -534,7 +534,7 @@ def test_without_the_package(monkeypatch):
 def test_without_a_gpu_the_reason_is_one_line():
     reason = gpu.why_not()
     assert reason is None or ("\n" not in reason and len(reason) > 10)
-    code = "from linattn_edge.cli import collect_info; import json; print(json.dumps(collect_info()))"
+    code = "from linattn_edge.info import collect_info; import json; print(json.dumps(collect_info()))"
     info = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
     assert info["backends"]["cuda"]["reason"] == reason
     assert (info["gpu"] is None) == (reason is not None)

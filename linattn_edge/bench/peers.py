@@ -2,18 +2,23 @@
 
 A peer is built from a `Problem` by one function of `PEERS`, which raises Missing where its package is not installed.
 All do the full token: exp of g included, state in float32, updated in place, inputs and outputs in buffers of theirs.
+Who gives other answers than the float64 reference is named and not timed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib.util import find_spec
 from itertools import cycle
 from typing import Any
 
 import numpy as np
-from measure import Array, Missing, aligned
 
-import linattn_edge as la
+from linattn_edge.attention import LinearAttention
+from linattn_edge.bench.inputs import aligned
+from linattn_edge.bench.record import OURS
+from linattn_edge.bench.turns import Array, Missing, Run, timed
+from linattn_edge.state import State
 
 CHECKED_TOKENS = 3
 TOLERANCE = 1e-4  # of the largest number in the right answer; float32 gives about 1e-6
@@ -21,53 +26,54 @@ TOLERANCE = 1e-4  # of the largest number in the right answer; float32 gives abo
 
 @dataclass(frozen=True)
 class Problem:
-    """One layer, one stream, identity map, no normaliser: what all peers can do. The same token over and over."""
+    """One layer, identity map, no normaliser: what all peers can do. The same token over and over, of B streams."""
 
     rule: str
     H: int
     d: int
+    B: int = 1
     seed: int = 0
 
     @cached_property
     def arrays(self) -> dict[str, Array]:
-        """S [1, H, d, d]; q, k (unit length), v [1, H, d]; g per channel for "gated", per head for "gated_delta"."""
+        """S [B, H, d, d]; q, k (unit length), v [B, H, d]; g per channel for "gated", per head for "gated_delta"."""
         draw = np.random.default_rng(self.seed)
-        q, k, v = draw.standard_normal((3, 1, self.H, self.d), dtype=np.float32)
+        q, k, v = draw.standard_normal((3, self.B, self.H, self.d), dtype=np.float32)
         k /= np.linalg.norm(k, axis=-1, keepdims=True)
         found = {
-            "S": draw.standard_normal((1, self.H, self.d, self.d), dtype=np.float32) * 0.1,
+            "S": draw.standard_normal((self.B, self.H, self.d, self.d), dtype=np.float32) * 0.1,
             "q": q,
             "k": k,
             "v": v,
         }
         if self.rule in ("gated", "gated_delta"):
-            shape = (1, self.H, self.d)[: 3 if self.rule == "gated" else 2]
+            shape = (self.B, self.H, self.d)[: 3 if self.rule == "gated" else 2]
             found["g"] = draw.uniform(-0.1, -0.01, shape).astype(np.float32)
         if self.rule in ("delta", "gated_delta"):
-            found["beta"] = draw.uniform(0.3, 0.9, (1, self.H)).astype(np.float32)
+            found["beta"] = draw.uniform(0.3, 0.9, (self.B, self.H)).astype(np.float32)
         return found
 
     @property
     def scale(self) -> float:
         return self.d**-0.5
 
-    def layer(self, **options: Any) -> la.LinearAttention:
-        return la.LinearAttention(self.H, self.d, feature_map="identity", update_rule=self.rule, **options)
+    def layer(self, **options: Any) -> LinearAttention:
+        return LinearAttention(self.H, self.d, feature_map="identity", update_rule=self.rule, **options)
 
     @cached_property
     def answer(self) -> tuple[Array, Array]:
-        """The last output [H, d] and the state [H, d, d] after CHECKED_TOKENS tokens, from the float64 reference."""
+        """The last output [B, H, d] and the state [B, H, d, d] after CHECKED_TOKENS tokens, in float64."""
         x = dict(self.arrays)
         attn = self.layer(backend="reference")
-        state = la.State.from_arrays(attn, x.pop("S").astype(np.float64), dtype="float64")
+        state = State.from_arrays(attn, x.pop("S").astype(np.float64), dtype="float64")
         for _ in range(CHECKED_TOKENS):
             y = attn.step(**x, state=state)
-        return y[0], state.S[0]
+        return y, state.S
 
 
 @dataclass
 class Peer:
-    """`step()` does one token; `read()` gives the last output [H, d] and the state [H, d, d] as they are then."""
+    """`step()` does one token; `read()` gives the last output and the state as they are then, any B and H first."""
 
     step: Callable[[], object]
     read: Callable[[], tuple[Array, Array]]
@@ -79,7 +85,7 @@ def disagreement(peer: Peer, problem: Problem) -> str | None:
     for _ in range(CHECKED_TOKENS):
         peer.step()
     for name, got, right in zip(("output", "state"), peer.read(), problem.answer, strict=True):
-        error = np.abs(got - right).max() / np.abs(right).max()
+        error = np.abs(got.reshape(right.shape) - right).max() / np.abs(right).max()
         if not error <= TOLERANCE:  # so that NaN counts as wrong
             return f"its {name} is off by {error:.1e}"
     return None
@@ -94,18 +100,18 @@ def own(a: Array) -> Array:
 
 def ours(problem: Problem) -> Peer:
     attn, x = problem.layer(), dict(problem.arrays)
-    state = la.State.from_arrays(attn, x.pop("S"))
+    state = State.from_arrays(attn, x.pop("S"))
     out = np.empty_like(x["v"])
-    return Peer(partial(attn.step, **x, state=state, out=out), lambda: (out[0], state.S[0]))
+    return Peer(partial(attn.step, **x, state=state, out=out), lambda: (out, state.S))
 
 
 def numpy_peer(problem: Problem) -> Peer:
     """Whole-array operations with every result in a buffer: reading, decaying and writing are sweeps of their own."""
-    x = {name: own(a[0]) for name, a in problem.arrays.items()}
+    x = {name: own(a.reshape(-1, *a.shape[2:])) for name, a in problem.arrays.items()}  # B · H heads
     S, q, k, v, scale = x["S"], x["q"], x["k"], x["v"], np.float32(problem.scale)
     row, column, value, write = k[:, None, :], k[:, :, None], v[:, None, :], own(S)
     read, y, factor = np.empty_like(value), np.empty_like(value), np.empty_like(x.get("g", q))
-    wide = factor.reshape(problem.H, -1, 1)
+    wide = factor.reshape(len(S), -1, 1)
 
     def step() -> None:
         if "g" in x:
@@ -136,12 +142,12 @@ def onnxruntime_peer(problem: Problem, shared: bool = True) -> Peer:
         from onnx import TensorProto, helper
     except ImportError as error:
         raise Missing(f"{error.name} is not installed") from None
-    H, d = problem.H, problem.d
+    B, H, d = problem.B, problem.H, problem.d
     x = dict(problem.arrays)
     feeds = {"past_state": own(x["S"])}
     for symbol, name in (("q", "query"), ("k", "key"), ("v", "value"), ("g", "decay"), ("beta", "beta")):
         if symbol in x:
-            feeds[name] = own(x[symbol].reshape(1, 1, -1))
+            feeds[name] = own(x[symbol].reshape(B, 1, -1))
     order = ("query", "key", "value", "past_state", "decay", "beta")
     names = [name if name in feeds else "" for name in order]
     while not names[-1]:
@@ -162,8 +168,8 @@ def onnxruntime_peer(problem: Problem, shared: bool = True) -> Peer:
         "step",
         [helper.make_tensor_value_info(name, real, a.shape) for name, a in feeds.items()],
         [
-            helper.make_tensor_value_info("output", real, (1, 1, H * d)),
-            helper.make_tensor_value_info("present_state", real, (1, H, d, d)),
+            helper.make_tensor_value_info("output", real, (B, 1, H * d)),
+            helper.make_tensor_value_info("present_state", real, (B, H, d, d)),
         ],
     )
     domains = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
@@ -175,7 +181,7 @@ def onnxruntime_peer(problem: Problem, shared: bool = True) -> Peer:
         session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # a release without the operator
         raise Missing(f"onnxruntime {ort.__version__} does not run it ({type(error).__name__})") from None
-    buffers = {**feeds, "output": aligned((1, 1, H * d)), "other": own(feeds["past_state"])}
+    buffers = {**feeds, "output": aligned((B, 1, H * d)), "other": own(feeds["past_state"])}
     values = {name: ort.OrtValue.ortvalue_from_numpy(a) for name, a in buffers.items()}
     bindings = []
     for past, present in (
@@ -195,7 +201,7 @@ def onnxruntime_peer(problem: Problem, shared: bool = True) -> Peer:
         session.run_with_iobinding(binding)
 
     def read() -> tuple[Array, Array]:
-        return values["output"].numpy().reshape(H, d).copy(), values[newest[0]].numpy()[0].copy()
+        return values["output"].numpy().copy(), values[newest[0]].numpy().copy()
 
     return Peer(step, read, keep=(values, buffers))
 
@@ -207,7 +213,7 @@ def torch_peer(problem: Problem) -> Peer:
     except (ImportError, OSError):
         raise Missing("torch is not installed") from None
     torch.set_num_threads(1)
-    x = {name: torch.from_numpy(own(a[0])) for name, a in problem.arrays.items()}
+    x = {name: torch.from_numpy(own(a.reshape(-1, *a.shape[2:]))) for name, a in problem.arrays.items()}
     S, q, k, v, scale = x["S"], x["q"][:, None], x["k"][:, :, None], x["v"][:, None], problem.scale
     row = x["k"][:, None]
     y, read = torch.empty_like(v), torch.empty_like(v)
@@ -218,7 +224,7 @@ def torch_peer(problem: Problem) -> Peer:
         with torch.inference_mode():
             if factor is not None:
                 torch.exp(x["g"], out=factor)
-                S.mul_(factor.view(problem.H, -1, 1))
+                S.mul_(factor.view(len(S), -1, 1))
             if beta is None:
                 S.baddbmm_(k, v)
             else:
@@ -232,10 +238,43 @@ def torch_peer(problem: Problem) -> Peer:
     return Peer(step, lambda: (y[:, 0].numpy(), S.numpy()))
 
 
-PEERS: dict[str, Callable[[Problem], Peer]] = {
-    "linattn_edge": ours,
-    "ONNX Runtime": onnxruntime_peer,
-    "ONNX Runtime, two state buffers": partial(onnxruntime_peer, shared=False),
-    "NumPy": numpy_peer,
-    "torch": torch_peer,
+Builder = Callable[[Problem], Peer]
+
+PEERS: dict[str, dict[str, Builder]] = {  # by package
+    "numpy": {"NumPy": numpy_peer},
+    "torch": {"torch": torch_peer},
+    "onnxruntime": {
+        "ONNX Runtime": onnxruntime_peer,
+        "ONNX Runtime, two state buffers": partial(onnxruntime_peer, shared=False),
+    },
 }
+
+
+def builders(packages: Iterable[str]) -> dict[str, Builder]:
+    """Ours, and those of the named packages."""
+    found: dict[str, Builder] = {OURS: ours}
+    for package in packages:
+        found |= PEERS.get(package, {})
+    return found
+
+
+def installed() -> list[str]:
+    """The packages of `PEERS` that are here; none is imported."""
+    return [package for package in PEERS if find_spec(package) is not None]
+
+
+def agreeing(problem: Problem, candidates: Mapping[str, Builder]) -> tuple[dict[str, Run], dict[str, str]]:
+    """Those that are here and give the right answers, as contestants; and why the others are not timed."""
+    contestants, reasons = {}, {}
+    for name, build in candidates.items():
+        try:
+            peer = build(problem)
+        except Missing as reason:
+            reasons[name] = f"left out, {reason}"
+            continue
+        wrong = disagreement(peer, problem)
+        if wrong:
+            reasons[name] = f"NOT TIMED, {wrong}"
+        else:
+            contestants[name] = timed(peer.step)
+    return contestants, reasons

@@ -1,0 +1,15 @@
+"""The suites: one module and one entry of SUITES each."""
+
+from linattn_edge.bench.suites import context, model, prefill, startup, step, streams
+from linattn_edge.bench.suites.base import Job, Settings, Suite
+
+SUITES = {
+    "step": Suite("one token, by rule, heads, widths and streams; peers; the memory's share", step.plan, step.tables),
+    "context": Suite("a token at every position of a long stream, and softmax", context.plan, context.tables),
+    "prefill": Suite("a prompt in one call, by its length", prefill.plan, prefill.tables),
+    "streams": Suite("many streams at once", streams.plan, streams.tables),
+    "model": Suite("a whole language model: reading, first token, writing", model.plan, model.tables),
+    "startup": Suite("imports, and the first call cold and warm", startup.plan, startup.tables),
+}
+
+__all__ = ["SUITES", "Job", "Settings", "Suite"]

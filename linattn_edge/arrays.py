@@ -1,5 +1,6 @@
 """The boundary: whatever the caller has becomes a NumPy array of the right shape and dtype, or one clear error."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -84,14 +85,18 @@ def check_shape(name: str, array: Array, symbols: str, expected: tuple[int | Non
 
 
 def token_arrays(
-    given: dict[str, Any], shapes: dict[str, tuple[Any, ...]], axes: int, B: int
+    given: dict[str, Any],
+    shapes: dict[str, tuple[Any, ...]],
+    axes: int,
+    B: int,
+    take: Callable[[str, Any], Any] = real_array,
 ) -> tuple[dict[str, Array], str, tuple[int, ...], int]:
     """q, k and v of a step (axes 3) or a sequence (axes 4) as arrays that fit each other and the layer.
 
-    shapes: for each name the symbols of its last two axes, then their sizes. Also returns the symbols and the sizes of
-    the leading axes, and T.
+    shapes: for each name the symbols of its last two axes, then their sizes. `take` makes an array of what was given.
+    Also returns the symbols and the sizes of the leading axes, and T.
     """
-    checked = {name: real_array(name, value) for name, value in given.items()}
+    checked = {name: take(name, value) for name, value in given.items()}
     lead = "B" if axes == 3 else "B, T"
     sizes: tuple[int | None, ...] = (B,) if axes == 3 else (B, None)
     T = 1

@@ -2,9 +2,10 @@
 
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -19,9 +20,12 @@ from linattn_edge.layer import Layer, make_layer, read_metadata
 from linattn_edge.softmax import SoftmaxAttention
 from linattn_edge.state import State, compute_dtype, read_file, state_dtype, write_file
 
+if TYPE_CHECKING:
+    from linattn_edge.gpu import Engine
+
 Array = NDArray[Any]
 
-BACKENDS = ("reference", "cpu")
+BACKENDS = ("reference", "cpu", "cuda")
 MOST_THREADS = 256
 
 
@@ -42,7 +46,7 @@ class LinearAttention:
         decay: constant log decay [N] or [N, F] for the gated rules, instead of g (see `retnet_decay`).
         eps, eps_mode: "clamp" keeps |denominator| ≥ eps with its sign; "add" gives num / (den + eps).
         check_finite: refuse NaN and inf in q, k, v, g and beta (g = -inf, a hard reset, is legal).
-        backend: "cpu" (compiled) or "reference" (float64 NumPy).
+        backend: "cpu" (compiled), "cuda" (the same on an NVIDIA GPU: docs/cuda.md) or "reference" (float64 NumPy).
         num_threads: threads that share a call's heads and streams, where it is large enough; no result depends on it.
 
     Shapes: a step takes [B, heads, width], a sequence [B, T, heads, width]; g [B, (T,) N] per head or [B, (T,) N,
@@ -88,6 +92,11 @@ class LinearAttention:
         )
         if backend not in BACKENDS:
             raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}; got {backend!r}")
+        if backend == "cuda":
+            from linattn_edge import gpu
+
+            gpu.require()
+            gpu.check_layer(self.layer)
         self.backend = backend
         self._check_finite = flag("check_finite", check_finite)
         self.num_threads = whole("num_threads", num_threads, 1, MOST_THREADS)
@@ -123,6 +132,15 @@ class LinearAttention:
         tokens are as precise as the tokens. Twice the memory, a step up to 1.6 times the time; needed from some 1e5
         tokens on.
         """
+        if self.backend == "cuda":
+            from linattn_edge.gpu import CudaState
+
+            if track_decay or compensated:
+                raise ValueError("track_decay, compensated: states on a GPU have neither; use backend='cpu'")
+            on_gpu = cast(State, CudaState(self.layer, batch_size, dtype))  # it has the same surface
+            if np.any(position):
+                on_gpu.position = position
+            return on_gpu
         state = State(self.layer, batch_size, dtype, track_decay, compensated)
         state.position = position
         state._origin[...] = state._position
@@ -138,17 +156,20 @@ class LinearAttention:
         beta: ArrayLike | None = None,
         active: ArrayLike | None = None,
         out: Array | None = None,
+        stream: Any = None,
     ) -> Array:
         """One token of each stream: write it to the state, in place, and read it back.
 
         Returns y [B, heads, V], which is `out` when given; then nothing is allocated. Streams whose `active` (bool
-        [B]) is False are left as they are, and their output is 0.
+        [B]) is False are left as they are, and their output is 0. `stream`: for `backend="cuda"`, the CUDA stream to
+        work on.
         """
-        y = self._quick_step(q, k, v, state, g, beta, active, out)
+        y = self._quick_step(q, k, v, state, g, beta, active, out) if stream is None else None
         if y is None:
             self._check_state(state)
-            lengths = None if active is None else arrays.active_array(active, state.batch_size)
-            y = self._run(STEP, 3, q, k, v, state, g, beta, lengths, out)
+            if active is not None and not (self.backend == "cuda" and _on_gpu(active)):
+                active = arrays.active_array(active, state.batch_size)
+            y = self._run(STEP, 3, q, k, v, state, g, beta, active, out, stream)
             assert y is not None
         return y
 
@@ -162,6 +183,7 @@ class LinearAttention:
         beta: ArrayLike | None = None,
         lengths: ArrayLike | None = None,
         out: Array | None = None,
+        stream: Any = None,
     ) -> Array:
         """Many tokens, [B, T, heads, width]: the same as T steps. The state is updated in place.
 
@@ -169,7 +191,7 @@ class LinearAttention:
         right, which is not looked at, changes nothing and gives 0.
         """
         self._check_state(state)
-        y = self._run(STEP, 4, q, k, v, state, g, beta, lengths, out)
+        y = self._run(STEP, 4, q, k, v, state, g, beta, lengths, out, stream)
         assert y is not None
         return y
 
@@ -181,17 +203,18 @@ class LinearAttention:
         g: ArrayLike | None = None,
         beta: ArrayLike | None = None,
         lengths: ArrayLike | None = None,
+        stream: Any = None,
     ) -> None:
         """The first half of a step or a prefill: fold tokens into the state, in place; no query is needed."""
-        k = arrays.real_array("k", k)
+        k = self._take("k", k)
         self._check_state(state)
-        self._run(WRITE, 3 if k.ndim == 3 else 4, None, k, v, state, g, beta, lengths, None)
+        self._run(WRITE, 3 if k.ndim == 3 else 4, None, k, v, state, g, beta, lengths, None, stream)
 
-    def read(self, q: ArrayLike, state: State, out: Array | None = None) -> Array:
+    def read(self, q: ArrayLike, state: State, out: Array | None = None, stream: Any = None) -> Array:
         """The second half: what the state answers to q. The state is left as it is; a sequence reads it T times."""
-        q = arrays.real_array("q", q)
+        q = self._take("q", q)
         self._check_state(state)
-        y = self._run(READ, 3 if q.ndim == 3 else 4, q, None, None, state, None, None, None, out)
+        y = self._run(READ, 3 if q.ndim == 3 else 4, q, None, None, state, None, None, None, out, stream)
         assert y is not None
         return y
 
@@ -248,8 +271,30 @@ class LinearAttention:
         except (TypeError, KeyError, AttributeError, IndexError):
             return None
 
+    def _take(self, name: str, value: Any) -> Array:
+        """An array as it is where the GPU takes it, else as a NumPy array."""
+        return cast(Array, value) if self.backend == "cuda" and _on_gpu(value) else arrays.real_array(name, value)
+
+    def _engine(self) -> "Engine":
+        """The layer's kernels on the GPU."""
+        if "cuda" not in self._entries:
+            from linattn_edge.gpu import Engine
+
+            self._entries.setdefault("cuda", (Engine(self.layer, self._check_finite),))
+        return cast("Engine", self._entries["cuda"][0])
+
     def _check_state(self, state: Any) -> None:
-        if not isinstance(state, State):
+        if self.backend == "cuda":
+            from linattn_edge.gpu import CudaState
+
+            if isinstance(state, State):
+                raise StateMismatchError('state: lies on the CPU, the layer on the GPU; use state.to("cuda")')
+            fits = isinstance(state, CudaState)
+        else:
+            fits = isinstance(state, State)
+            if type(state).__name__ == "CudaState":
+                raise StateMismatchError('state: lies on the GPU, the layer on the CPU; use state.to("cpu")')
+        if not fits:
             raise StateMismatchError(f"state: expected a State (attn.init_state()), got {type(state).__name__}")
         if state._fingerprint != self._fingerprint:
             raise StateMismatchError(f"state: belongs to another layer: {self.layer.describe_difference(state._layer)}")
@@ -281,6 +326,10 @@ class LinearAttention:
 
     def _warmup(self, dtype: str) -> None:
         self._prepare(dtype)
+        if self.backend == "cuda":
+            from linattn_edge import gpu
+
+            gpu.warmup(self)
         if self.backend == "cpu":
             from linattn_edge.kernels import cpu
 
@@ -289,12 +338,22 @@ class LinearAttention:
                 cpu.helper()
 
     def _run(
-        self, mode: int, axes: int, q: Any, k: Any, v: Any, state: State, g: Any, beta: Any, lengths: Any, out: Any
-    ) -> Array | None:
+        self, mode: int, axes: int, q: Any, k: Any, v: Any, state: State, g: Any, beta: Any, lengths: Any, out: Any,
+        stream: Any = None,
+    ) -> Array | None:  # fmt: skip
         """Check everything but the state, bring it to one dtype and layout, run. axes: 3 for a step, 4 for a
         sequence; state: a State, or streams of a pool that have been taken."""
         layer, B = self.layer, state.batch_size
         taken = {STEP: {"q": q, "k": k, "v": v}, WRITE: {"k": k, "v": v}, READ: {"q": q}}[mode]
+        if self.backend == "cuda":
+            from linattn_edge import gpu
+
+            if any(_on_gpu(value) for value in taken.values()):
+                on_gpu = cast(Any, state)
+                y = gpu.run(self, self._engine(), mode, axes, taken, on_gpu, g, beta, lengths, out, stream)
+                return cast("Array | None", y)
+        elif stream is not None:
+            raise ValueError(f"stream: the backend {self.backend!r} has none")
         given, lead, sizes, T = arrays.token_arrays(taken, self._shapes(), axes, B)
         output = None
         if "q" in given:
@@ -307,17 +366,20 @@ class LinearAttention:
         if lengths is not None:
             lengths = arrays.lengths_array(lengths, B, T)
         if out is not None:
-            arrays.check_apart(out, given | {"the state": state._block})
+            arrays.check_apart(out, given if self.backend == "cuda" else given | {"the state": state._block})
         dtype = "float64" if self.backend == "reference" else compute_dtype(state._dtype)
         ready = {name: arrays.as_dtype(a, dtype) for name, a in given.items()}
-        ready = {n: a.copy() if np.may_share_memory(a, state._block) else a for n, a in ready.items()}
+        if self.backend != "cuda":
+            ready = {n: a.copy() if np.may_share_memory(a, state._block) else a for n, a in ready.items()}
+        if "g" in ready and ready["g"].ndim == len(sizes) + 1:
+            ready["g"] = ready["g"][..., None]
         if axes == 3:
             ready = {name: a[:, None] for name, a in ready.items()}
         y = None
         if output is not None:
             direct = out if out is not None and output == dtype else np.empty(shape, dtype)
             y = direct if axes == 4 else direct[:, None]
-        self._call(mode, state, ready, lengths, y)
+        self._call(mode, state, ready, lengths, y, stream)
         return None if output is None else arrays.deliver(direct, out, output)
 
     def _shapes(self) -> dict[str, tuple[Any, ...]]:
@@ -338,9 +400,15 @@ class LinearAttention:
         return given, out
 
     def _check_gates(
-        self, given: dict[str, Array], g: Any, beta: Any, lead: str, sizes: tuple[int | None, ...]
+        self,
+        given: dict[str, Array],
+        g: Any,
+        beta: Any,
+        lead: str,
+        sizes: tuple[int | None, ...],
+        take: Callable[[str, Any], Any] = arrays.real_array,
     ) -> None:
-        """Add g as [..., N, 1 or F] and beta to what is given, where the rule takes them."""
+        """Add g [..., N] or [..., N, 1 or F] and beta to what is given, where the rule takes them."""
         layer = self.layer
         name = layer.rule.name
         if g is not None:
@@ -348,10 +416,9 @@ class LinearAttention:
                 raise ValueError(f"g: the rule {name!r} takes none; use 'gated' or 'gated_delta'")
             if layer.decay is not None:
                 raise ValueError("g: this layer has a constant decay; give one of the two")
-            g = arrays.real_array("g", g)
+            g = take("g", g)
             if g.ndim == len(sizes) + 1:
                 arrays.check_shape("g", g, f"{lead}, N", (*sizes, layer.N))
-                g = g[..., None]
             else:
                 width = 1 if g.shape[-1:] == (1,) else layer.F
                 arrays.check_shape("g", g, f"{lead}, N, F", (*sizes, layer.N, width))
@@ -363,16 +430,25 @@ class LinearAttention:
         if beta is not None:
             if not layer.rule.beta:
                 raise ValueError(f"beta: the rule {name!r} takes none; use 'delta' or 'gated_delta'")
-            beta = arrays.real_array("beta", beta)
+            beta = take("beta", beta)
             arrays.check_shape("beta", beta, f"{lead}, N", (*sizes, layer.N))
             given["beta"] = beta
         elif layer.rule.beta:
             raise ValueError(f"beta: the rule {name!r} needs write strengths [{lead}, N]")
 
     def _call(
-        self, mode: int, state: State, ready: dict[str, Array], lengths: NDArray[np.int64] | None, y: Array | None
-    ) -> None:
+        self, mode: int, state: State, ready: dict[str, Array], lengths: NDArray[np.int64] | None, y: Array | None,
+        stream: Any,
+    ) -> None:  # fmt: skip
         """Run checked sequences on the backend."""
+        if self.backend == "cuda":
+            from linattn_edge import gpu
+
+            if self.check_finite:
+                arrays.check_finite(ready, lengths)
+            self._check_phi(mode, state, ready, lengths)
+            gpu.run_host(self._engine(), mode, cast(Any, state), ready, lengths, y, stream)
+            return
         if self.backend == "reference":
             if self.check_finite:
                 kept = {name: arrays.as_dtype(a, compute_dtype(state._dtype)) for name, a in ready.items()}
@@ -499,6 +575,12 @@ class LinearAttention:
         )
 
 
+def _on_gpu(value: Any) -> bool:
+    from linattn_edge import gpu
+
+    return gpu.is_device_array(value)
+
+
 def make_plan(layer: Layer, kind: str, check_finite: bool, kept: list[Any]) -> NDArray[np.int64]:
     """What a layer adds to every compiled call for states of that kind (layout.PLAN); arrays that it points to go to
     `kept`, to be held as long as the plan is used."""
@@ -586,9 +668,12 @@ def linear_attention(
     )
     if initial_state is None:
         state = attn.init_state(B, "float32" if dtype is None else dtype)
-    elif isinstance(initial_state, State):
-        attn._check_state(initial_state)
-        state = initial_state.copy()
+    elif isinstance(initial_state, State) or type(initial_state).__name__ == "CudaState":
+        start: Any = initial_state
+        if backend == "cuda":
+            start = start.to("cuda")
+        attn._check_state(start)
+        state = start.copy()
         if dtype is not None and state_dtype(dtype) != state._dtype:
             state = State.from_arrays(attn, state.S, state.z, state.position, dtype)
     else:

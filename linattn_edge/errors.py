@@ -33,6 +33,10 @@ class SnapshotError(ValueError):
     """A file of streams is damaged, cut short, or of another layer, model or format."""
 
 
+class DeviceError(ValueError):
+    """The GPU can't be used, refused something, or has not enough memory."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint is damaged, incomplete, or of a kind that is not supported."""
 

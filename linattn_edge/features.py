@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from linattn_edge.arrays import flag, real_array, whole
 from linattn_edge.errors import ShapeError
-from linattn_edge.kernels.maths import dot, exp, multiply
+from linattn_edge.kernels.maths import cos, dot, exp, multiply, sin
 
 __all__ = [
     "T2R",
@@ -511,8 +511,8 @@ class CosFormer(FeatureMap):
     def loop(x: Array, y: Array, weights: Array, position: int) -> None:
         K = x.size
         zero = x.dtype.type(0)
-        angle = position * weights[0]
-        c, s = math.cos(angle), math.sin(angle)
+        angle = x.dtype.type(position) * weights[0]
+        c, s = cos(angle), sin(angle)
         for i in range(K):
             r = max(x[i], zero)
             y[i] = r * c
@@ -859,21 +859,21 @@ class Favor(_Random):
     def loop(x: Array, y: Array, weights: Array, position: int) -> None:
         K = x.size
         m = (weights.size - 1) // K
-        less = x.dtype.type(0)
+        half, less = x.dtype.type(0.5), x.dtype.type(0)
         for i in range(K):
             less += x[i] * x[i]
-        less = less * x.dtype.type(0.5 / math.sqrt(K)) + x.dtype.type(0.5 * math.log(weights[0]))
+        less = half / math.sqrt(x.dtype.type(K)) * less + half * math.log(weights[0])
         for f in range(m):
             y[f] = dot(weights, 1 + f * K, x)
         if y.size == m:
             for f in range(m):
                 y[f] = exp(y[f] - less)
         else:
-            half = x.dtype.type(math.sqrt(0.5))
+            root = x.dtype.type(math.sqrt(half))
             for f in range(m):
                 u = y[f]
-                y[f] = exp(u - less) * half
-                y[m + f] = exp(-u - less) * half
+                y[f] = exp(u - less) * root
+                y[m + f] = exp(-u - less) * root
 
 
 class Rff(_Random):
@@ -907,14 +907,14 @@ class Rff(_Random):
     def loop(x: Array, y: Array, weights: Array, position: int) -> None:
         K = x.size
         m = y.size // 2
-        size = x.dtype.type(0)
+        half, size = x.dtype.type(0.5), x.dtype.type(0)
         for i in range(K):
             size += x[i] * x[i]
-        size = exp(size * x.dtype.type(0.5 / math.sqrt(K)) - x.dtype.type(0.5 * math.log(weights[0])))
+        size = exp(x.dtype.type(half / math.sqrt(x.dtype.type(K)) * size - half * math.log(weights[0])))
         for f in range(m):
             u = dot(weights, 1 + f * K, x)
-            y[f] = math.cos(u) * size
-            y[m + f] = math.sin(u) * size
+            y[f] = cos(u) * size
+            y[m + f] = sin(u) * size
 
 
 class FunctionMap(FeatureMap):

@@ -19,7 +19,7 @@ SIMD = (
     *("v", "zvfh"),  # RISC-V
 )
 
-OPTIONAL_PACKAGES = ("onnx", "onnxruntime", "rich", "matplotlib", "torch", "ml_dtypes")
+OPTIONAL_PACKAGES = ("onnx", "onnxruntime", "rich", "matplotlib", "numba-cuda", "torch", "ml_dtypes")
 
 
 def _version_of(package: str) -> str | None:
@@ -55,11 +55,25 @@ def _why_not(backend: str) -> str | None:
     if backend not in BACKENDS:
         return "not in this version"
     try:
+        if backend == "cuda":
+            from linattn_edge import gpu
+
+            return gpu.why_not()
         if backend != "reference":  # plain NumPy
             importlib.import_module(f"linattn_edge.kernels.{backend}")
     except Exception as error:
         return one_line(error)
     return None
+
+
+def _card() -> str:
+    """The GPU, in words."""
+    from linattn_edge import gpu
+
+    try:
+        return gpu.card()
+    except ValueError as error:
+        return one_line(error)
 
 
 def collect_info() -> dict[str, Any]:
@@ -85,6 +99,7 @@ def collect_info() -> dict[str, Any]:
             "cores": os.cpu_count() or 1,
             "usable_cores": _cores(),
         },
+        "gpu": _card() if backends["cuda"] is None else None,
         "kernel_cache": {"folder": folder, "writable": folder is not None, "jit": not jit.DISABLED},
         "backends": {name: {"available": reason is None, "reason": reason} for name, reason in backends.items()},
         "feature_maps": {name: {"positive": bool(phi.positive)} for name, phi in MAPS.items()},
@@ -105,6 +120,7 @@ def text(info: dict[str, Any]) -> str:
         ("CPU", f"{cpu['name']} ({cpu['llvm_name']})"),
         ("SIMD", " ".join(cpu["simd"]) or "none known"),
         ("cores", f"{cpu['usable_cores']} usable of {cpu['cores']}"),
+        *((("GPU", info["gpu"]),) if info["gpu"] else ()),
         ("kernel cache", kernels),
         *(
             (f"backend {name}", "yes" if backend["available"] else f"no: {backend['reason']}")

@@ -38,7 +38,8 @@ def write_delta(S: F64, k: F64, v: F64, decay: F64, beta: F64) -> F64:
 # The loops below take lane operations (kernels/lanes.py) and give a function for one token and one block of columns:
 # S[at + i*stride ...] is row i of the block; k, q, decay, decayed_k = Λk and decayed_q = Λq are arrays [F], v and y are
 # arrays in which the block begins at `column`; qk = q·k. Columns of S are independent under every rule here, so blocks
-# can be taken in any order.
+# can be taken in any order. On a GPU several threads share a column, each with some of the F rows: each stores its part
+# of y, qk is its part of q·k, and a sum that is needed in between goes through `join`.
 
 
 def sum_loop(op: Any) -> Callable[..., None]:
@@ -164,7 +165,7 @@ def long_sum(op: Any) -> tuple[Callable[..., None], Callable[..., None], Callabl
 
 def delta_loop(op: Any) -> Callable[..., None]:
     """Two sweeps: read Sᵀ(Λk) and Sᵀ(Λq) together, then write; y = Sᵀ(Λq) + (q·k)u with u = β(v − Sᵀ(Λk))."""
-    load, store, fma, mul, sub, zero = op.load, op.store, op.fma, op.mul, op.sub, op.zero
+    load, store, fma, mul, sub, zero, join = op.load, op.store, op.fma, op.mul, op.sub, op.zero, op.join
 
     def loop(S, at, stride, F, k, q, decay, decayed_k, decayed_q, v, y, column, beta, qk):  # type: ignore[no-untyped-def]
         value = load(v, column)
@@ -176,7 +177,7 @@ def delta_loop(op: Any) -> Callable[..., None]:
             known = fma(decayed_k[i], row, known)
             total = fma(decayed_q[i], row, total)
             row_at += stride
-        change = mul(beta, sub(value, known))
+        change = mul(beta, sub(value, join(known, y, column)))
         store(y, column, fma(qk, change, total))
         row_at = at
         for i in range(F):

@@ -8,7 +8,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -365,7 +365,7 @@ class State:
         if state._log_decay is not None:
             state._log_decay[...] = tensors["log_decay"]
         state._origin[...] = _origins(metadata.get("origin"), position)
-        return state
+        return state._for(attn)
 
     @classmethod
     def from_arrays(
@@ -385,7 +385,7 @@ class State:
         arrays.check_shape("S", array, "B, N, F, V", (None, layer.N, layer.F, layer.V))
         if layer.normalize and z is None:
             raise StateMismatchError("z: this layer normalises, so its state needs z [B, N, F]")
-        state = attn.init_state(array.shape[0], dtype)
+        state = State(layer, array.shape[0], dtype)
         state.S = array
         if z is not None:
             state.z = arrays.real_array("z", z)
@@ -393,7 +393,22 @@ class State:
         for name, given in (("S", state.S), ("z", state.z)):
             if attn.check_finite and given is not None and not np.isfinite(given).all():
                 raise NotFiniteError(f"{name} holds NaN or inf; check_finite=False would allow it")
-        return state
+        return state._for(attn)
+
+    def to(self, device: str) -> "State":
+        """The state on "cuda" (a new one, for layers with that backend) or "cpu" (itself)."""
+        if device == "cpu":
+            return self
+        from linattn_edge import gpu
+
+        gpu.device_name(device)
+        return cast(State, gpu.CudaState.of(self))
+
+    def check(self) -> None:
+        """Nothing, on the CPU: what is not finite has been refused. On the GPU it is found out here."""
+
+    def _for(self, attn: "LinearAttention") -> "State":
+        return self.to("cuda" if attn.backend == "cuda" else "cpu")
 
     def _empty(self, batch_size: int) -> "State":
         return State(self._layer, batch_size, self._dtype, self._log_decay is not None, self._far_S is not None)

@@ -1,6 +1,7 @@
 """Settings for all tests."""
 
 import os
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
@@ -11,9 +12,15 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With NUMBA_DISABLE_JIT=1 keep only the tests that are small enough for interpreted kernels."""
-    if os.environ.get("NUMBA_DISABLE_JIT", "0") in ("", "0"):
-        return
-    dropped = [item for item in items if item.get_closest_marker("nojit") is None]
-    items[:] = [item for item in items if item.get_closest_marker("nojit") is not None]
-    config.hook.pytest_deselected(items=dropped)
+    """With NUMBA_DISABLE_JIT=1 keep only the tests that are small enough for interpreted kernels; tests for the CUDA
+    simulator run with NUMBA_ENABLE_CUDASIM=1, and then alone."""
+
+    def keep(wanted: Callable[[pytest.Item], bool]) -> None:
+        dropped = [item for item in items if not wanted(item)]
+        items[:] = [item for item in items if wanted(item)]
+        config.hook.pytest_deselected(items=dropped)
+
+    simulator = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
+    keep(lambda item: (item.get_closest_marker("cudasim") is not None) == simulator)
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
+        keep(lambda item: item.get_closest_marker("nojit") is not None)

@@ -150,6 +150,32 @@ def _compile(made: Any, function: Callable[..., int], name: str | None, compile_
             gc.enable()
 
 
+CUDA_OPTIONS: dict[str, Any] = {"fastmath": False}  # NaN and inf mean what they say; a·b + c is fused all the same
+
+
+def cuda_simulated() -> bool:
+    """Whether CUDA kernels run in Numba's simulator (NUMBA_ENABLE_CUDASIM=1): in Python, on the CPU."""
+    return bool(numba.config.ENABLE_CUDASIM)
+
+
+def cuda_device(function: Callable[..., Any]) -> Any:
+    """`function` as one that CUDA kernels can call."""
+    from numba import cuda
+
+    return function if cuda_simulated() else cuda.jit(device=True, forceinline=True, **CUDA_OPTIONS)(function)
+
+
+def cuda_kernel(function: Callable[..., Any], threads: int) -> Any:
+    """`function` as a CUDA kernel, compiled for the GPU and the types that it is first launched with.
+
+    threads: those of a block; the compiler keeps to the registers that there are for them.
+    """
+    from numba import cuda
+
+    options = {} if cuda_simulated() else CUDA_OPTIONS | {"launch_bounds": threads}
+    return cuda.jit(**options)(function)
+
+
 @functools.cache
 def _warn_uncached() -> None:
     """Once a process: functools.cache is the memory."""
@@ -217,6 +243,7 @@ def _from_bits(bits):
 
 
 exp32 = device(maths.exp32)
+cos, sin = device(maths.cos), device(maths.sin)
 
 
 @overload(maths.exp)

@@ -5,7 +5,7 @@ loop written with lanes keeps its accumulators out of memory, which plain loops 
 prove that a state and its inputs do not overlap. With the JIT off, a lane is a short NumPy array.
 
 `operations(width)` gives load and store; `fma`, `mul` and `zero` serve every width. Offsets are into flat
-arrays, in numbers, and are not checked. A GPU thread is a lane of width 1: the same loops, scalar loads.
+arrays, in numbers, and are not checked. A GPU thread is a lane of width 1: the same loops, scalar loads (cuda.py).
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic, overload, register_model
 
 from linattn_edge.kernels import maths
-from linattn_edge.kernels.jit import DISABLED
+from linattn_edge.kernels.jit import DISABLED, device
 
 # Numba has no half precision on the CPU: such numbers are stored as integers of these types, float32 in registers.
 FLOAT16, BFLOAT16 = types.uint16, types.int16
@@ -55,6 +55,7 @@ class Operations(NamedTuple):
     sub: Any  # sub(x, y): x - y, both lanes
     zero: Any  # zero(y): lanes of zeros like y
     add: Any  # add(x, y): x + y, both lanes
+    join: Any  # join(x, y, column): the sum of x over all that share these columns; here nobody else does
 
 
 def _address(context: Any, builder: Any, source: Any, value: Any, at: Any) -> Any:
@@ -131,6 +132,12 @@ def _total(typing: Any, x: Any) -> Any:
 total = np.sum if DISABLED else _total  # total(lanes): their sum
 
 
+@device
+def alone(x, y, column):
+    """x: no other thread has rows of these columns."""
+    return x
+
+
 def _compiled(width: int) -> Operations:
     shorts = ir.VectorType(ir.IntType(16), width)
     words = ir.VectorType(ir.IntType(32), width)
@@ -181,7 +188,7 @@ def _compiled(width: int) -> Operations:
 
         return types.void(array, types.intp, value), code
 
-    return Operations(load, store, _fma, _mul, _sub, _zero, _add)
+    return Operations(load, store, _fma, _mul, _sub, _zero, _add, alone)
 
 
 def _interpreted(width: int) -> Operations:
@@ -212,6 +219,7 @@ def _interpreted(width: int) -> Operations:
         sub=lambda x, y: x - y,
         zero=np.zeros_like,
         add=lambda x, y: x + y,
+        join=alone,
     )
 
 

@@ -54,6 +54,16 @@ def exp(x: Any) -> Any:
     return exp32(x) if isinstance(x, np.float32) else math.exp(x)
 
 
+def cos(x: Any) -> Any:
+    """cos in x's own precision."""
+    return math.cos(x)
+
+
+def sin(x: Any) -> Any:
+    """sin in x's own precision."""
+    return math.sin(x)
+
+
 def dot(weights: Any, at: int, x: Any) -> Any:
     """Σ weights[at + i] · x[i]. Compiled, `at` is not checked: indices that may be negative do not vectorise."""
     total = x.dtype.type(0)

@@ -1,6 +1,7 @@
 """Compiled feature maps: each is a function of its own, reached by its address, so a kernel compiles none of them."""
 
 import functools
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -20,19 +21,26 @@ def scaled(x, factor, y):
 
 
 @device
-def unit(x, y):
-    """y = x / sqrt(Σx² + 1e-6), also where the squares exceed the range."""
+def size_of(x):
+    """What x / sqrt(Σx² + 1e-6) divides by, as two factors, so that it holds where the squares exceed the range."""
     total = x.dtype.type(1e-6)
     for i in range(x.size):
         total += x[i] * x[i]
-    root, largest = np.sqrt(total), x.dtype.type(1)
+    root, largest = math.sqrt(total), x.dtype.type(1)
     if root - root != 0:  # not finite
         for i in range(x.size):
             largest = max(largest, abs(x[i]))
         total = x.dtype.type(0)
         for i in range(x.size):
             total += (x[i] / largest) * (x[i] / largest)
-        root = np.sqrt(total)
+        root = math.sqrt(total)
+    return largest, root
+
+
+@device
+def unit(x, y):
+    """y = x / sqrt(Σx² + 1e-6)."""
+    largest, root = size_of(x)
     for i in range(x.size):
         y[i] = x[i] / largest / root
 

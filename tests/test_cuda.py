@@ -1,0 +1,698 @@
+"""The GPU backend, without a GPU: its kernels in Numba's simulator, and compiled to PTX where the toolchain is there.
+
+The simulator runs the kernels' Python source, one thread at a time: with NUMBA_ENABLE_CUDASIM=1 only those tests run,
+with few columns, rows and tokens to a block, so that every block, part and piece has neighbours.
+"""
+
+import copy
+import importlib.util
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import linattn_edge as la
+from cases import SAMPLES, VARIANTS, make
+from linattn_edge import gpu
+from linattn_edge.errors import DeviceError, DtypeError, NotFiniteError, ShapeError, StateMismatchError
+from linattn_edge.kernels.layout import READ, STEP, WRITE
+
+SINGLE = 1e-5
+simulated = pytest.mark.cudasim
+overflows = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Blocks of 4 columns and 2 parts, pieces of 4 tokens; inf − inf is meant to be NaN."""
+    from linattn_edge.kernels import cuda
+
+    for name, value in (("COLUMNS", 4), ("ROWS", 2), ("PARTS", 2), ("PIECE", 4)):
+        monkeypatch.setattr(cuda, name, value)
+    return cuda
+
+
+def case(*args, **more):
+    return make(*args, **({"T": 6, "K": 3, "V": 5, "backend": "cuda"} | more))
+
+
+def check(c, y, state, what=""):
+    c.check(np.asarray(y), state.to("cpu"), SINGLE, what)
+
+
+def device(*arrays):
+    from numba import cuda
+
+    return [None if a is None else cuda.to_device(np.ascontiguousarray(a)) for a in arrays]
+
+
+# the correctness grid
+
+
+@simulated
+@pytest.mark.parametrize("layout", ["mha", "gqa", "gva"])
+@pytest.mark.parametrize(("rule", "gate"), VARIANTS)
+def test_rules_and_layouts(small, rule, gate, layout):
+    phi = "identity" if rule in ("delta", "gated_delta") else "elu"
+    c = case(rule, gate, layout, phi, normalize=rule in ("linear", "gated"), start=True)
+    state = c.start()
+    check(c, c.prefill(state), state, "prefill")
+
+
+@simulated
+@pytest.mark.parametrize(("rule", "gate"), [("linear", None), ("gated", "channel"), ("gated_delta", "head")])
+def test_steps_equal_a_prefill(small, rule, gate):
+    c = case(rule, gate, "gqa", normalize=rule == "linear", T=5)
+    state = c.start()
+    y = c.steps(state)
+    check(c, y, state, "steps")
+    other = c.start()
+    np.testing.assert_allclose(c.prefill(other), y, rtol=1e-6, atol=1e-6)
+    state = c.start()
+    y = [c.prefill(state, part) for part in (slice(0, 1), slice(1, 3), slice(3, 5))]
+    check(c, np.concatenate(y, axis=1), state, "split in three")
+
+
+@simulated
+@pytest.mark.parametrize("name", SAMPLES)
+def test_maps(small, name):
+    c = case("linear", None, "mha", name, B=1, T=2, K=3, V=2, position=3)
+    state = c.start()
+    check(c, c.prefill(state), state)
+
+
+@simulated
+@pytest.mark.parametrize("name", ["hedgehog heads", "function loop"])
+def test_maps_of_heads_and_of_callers(small, name):
+    c = case("gated", "head", "gqa", name, B=1, T=2, V=2)
+    state = c.start()
+    check(c, c.steps(state), state)
+
+
+@simulated
+@pytest.mark.parametrize("rule", ["linear", "gated_delta"])
+def test_ragged(small, rule):
+    c = case(rule, "head", "gva", "cosformer", B=3, normalize=rule == "linear", position=np.array([7, 0, 2]))
+    c = c.with_(lengths=np.array([5, 0, 2]))
+    want = c.oracle()
+    for row, n in enumerate(c.lengths):
+        for x in (c.q, c.k, c.v):
+            x[row, n:] = np.nan
+    c.expected = want
+    state = c.start()
+    check(c, c.prefill(state, lengths=c.lengths), state)
+    before = state.to("cpu")
+    (q, k, v), rest = c.tokens(0)
+    k[1] = np.nan
+    y = c.attn.step(q, k, v, state, active=np.array([True, False, True]), **rest)
+    assert not y[1].any()
+    assert y[0].any()
+    after = state.to("cpu")
+    np.testing.assert_array_equal(after.S[1], before.S[1])
+    np.testing.assert_array_equal(after.position - before.position, [1, 0, 1])
+
+
+@simulated
+@pytest.mark.parametrize(("rule", "normalize"), [("gated", True), ("delta", False)])
+def test_write_and_read(small, rule, normalize):
+    c = case(rule, "head", "gqa", "cosformer", T=3, normalize=normalize)
+    state, y = c.start(), []
+    for t in range(3):
+        (q, k, v), rest = c.tokens(t)
+        c.attn.write(k, v, state, **rest)
+        y.append(c.attn.read(q, state))
+    check(c, np.stack(y, axis=1), state)
+    twice = c.attn.read(c.q[:, [2, 2]], state)
+    np.testing.assert_array_equal(twice[:, 0], y[2])
+    np.testing.assert_array_equal(twice[:, 1], y[2])
+
+
+@simulated
+@pytest.mark.parametrize(
+    ("args", "options"),
+    [
+        (("gated_delta", "channel", "gqa", "identity"), {"qk_norm": True}),
+        (("linear", None, "mha", "elu"), {"normalize": True, "eps": 1e-2, "eps_mode": "add"}),
+        (("linear", None, "mha", "identity"), {"scale": 0.3}),
+        (("linear", None, "gva", "elu"), {"normalize": True, "V": 2}),
+        (("gated", "channel", "gqa", "relu"), {"normalize": True, "K": 4, "V": 8}),  # no thread without a row
+        (("gated_delta", "head", "mha", "identity"), {"K": 4, "V": 4}),
+    ],
+)
+def test_options(small, args, options):
+    c = case(*args, **options)
+    state = c.start()
+    check(c, c.prefill(state), state)
+
+
+@simulated
+@pytest.mark.parametrize("rule", ["gated", "gated_delta"])
+def test_rows_that_do_not_fit_into_registers(small, monkeypatch, rule):
+    monkeypatch.setattr(small, "RESIDENT", 0)
+    c = case(rule, "channel", "gqa", "dpfp", normalize=rule == "gated", start=True, T=3)
+    state = c.start()
+    check(c, c.prefill(state), state)
+
+
+@simulated
+@pytest.mark.parametrize("decay", [np.array([-0.5, -0.25]), -np.arange(6.0).reshape(2, 3) / 8])
+def test_a_decay_of_the_layer(small, decay):
+    c = case("gated", "head", "mha", "relu", T=3)
+    c = c.with_(g=np.broadcast_to(decay.astype(np.float32), (2, 3, *decay.shape)))
+    attn = c.layer(decay=decay)
+    state = attn.init_state(2)
+    check(c, attn.prefill(c.q, c.k, c.v, state), state)
+
+
+@simulated
+def test_the_function(small):
+    c = case("gated", "head", "gqa", "elu", start=True, T=3)
+    options = {"feature_map": "elu", "update_rule": "gated", "backend": "cuda"}
+    for start in (c.S0, la.State.from_arrays(c.layer(backend="cpu"), c.S0)):
+        y, state = la.linear_attention(c.q, c.k, c.v, c.g, initial_state=start, **options)
+        check(c, y, state)
+
+
+@simulated
+def test_nothing_to_do(small):
+    attn = la.LinearAttention(2, 3, backend="cuda")
+    for B, T in ((0, 2), (2, 0)):
+        state = attn.init_state(B)
+        x = np.zeros((B, T, 2, 3), np.float32)
+        assert attn.prefill(x, x, x, state).shape == (B, T, 2, 3)
+        attn.write(x, x, state)
+        assert state.copy().position.tolist() == [0] * B
+        assert state.select([]).batch_size == 0
+    x = np.zeros((2, 2, 3), np.float32)
+    state = attn.init_state(2)
+    (d,) = device(np.zeros((2, 0, 2, 3), np.float32))
+    assert attn.prefill(d, d, d, state).shape == (2, 0, 2, 3)
+
+
+# states
+
+
+@simulated
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_states(small, rule, tmp_path):
+    c = case(rule, None, "mha", "relu", B=3, T=4, normalize=rule == "linear", start=True, position=np.array([4, 0, 9]))
+    cpu, on_cpu = c.layer(backend="cpu"), c.start(c.layer(backend="cpu"))
+    c.prefill(on_cpu, slice(0, 2), attn=cpu)
+    state = on_cpu.to("cuda")
+    assert state.to("cuda") is state
+    assert on_cpu.to("cpu") is on_cpu
+    assert repr(state).startswith("CudaState(B=3, N=2, F=3, V=5, float32, ")
+    assert state.nbytes >= on_cpu.nbytes
+    assert state.dtype == np.float32
+    for same in (state, state.copy(), copy.deepcopy(state), pickle.loads(pickle.dumps(state)), state.select([0, 1, 2])):
+        back = same.to("cpu")
+        np.testing.assert_array_equal(back.S, on_cpu.S)
+        np.testing.assert_array_equal(back.position, on_cpu.position)
+        if rule == "linear":
+            np.testing.assert_array_equal(back.z, on_cpu.z)
+            assert same.z.shape == (3, 2, 3)
+        else:
+            assert same.z is None
+    # what was written on one side is read on the other
+    y = c.prefill(state, slice(2, 4))
+    np.testing.assert_allclose(y, c.prefill(on_cpu, slice(2, 4), attn=cpu), rtol=1e-5, atol=1e-6)
+    state.save(tmp_path / "gpu")
+    on_cpu.save(tmp_path / "cpu")
+    both = [la.State.load(tmp_path / "gpu", cpu), la.State.load(tmp_path / "cpu", c.attn).to("cpu")]
+    np.testing.assert_allclose(both[0].S, both[1].S, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(both[0].position, both[1].position)
+    # rows
+    picked = state.select([2, 2, 0])
+    np.testing.assert_array_equal(picked.position, [13, 13, 8])
+    np.testing.assert_array_equal(picked.to("cpu").S, state.to("cpu").S[[2, 2, 0]])
+    state.reset([1])
+    assert state.position.tolist() == [8, 0, 13]
+    assert not state.to("cpu").S[1].any()
+    assert state.to("cpu").S[0].any()
+    for part in ([0], [1, 2]):
+        (q, k, v), rest = c.tokens(0)
+        one = state.select(part)
+        given = {name: a[part] for name, a in rest.items()}
+        y = c.attn.step(q[part], k[part], v[part], one, **given)
+        want = cpu.step(q[part], k[part], v[part], state.select(part).to("cpu"), **given)
+        np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-6)
+    state.reset()
+    assert not np.asarray(state.to("cpu").S).any()
+    # assigning
+    state.S, state.position = c.S0, [1, 2, 3]
+    np.testing.assert_array_equal(state.S.copy_to_host(), c.S0)
+    assert state.position.tolist() == [1, 2, 3]
+    state.S = device(2 * c.S0)[0]
+    np.testing.assert_array_equal(state.S.copy_to_host(), 2 * c.S0)
+    if rule == "linear":
+        state.z = c.z0
+        np.testing.assert_array_equal(state._zs.copy_to_host(), np.stack([c.z0] * 2))
+    else:
+        with pytest.raises(StateMismatchError, match=r"^z: "):
+            state.z = 0
+
+
+@simulated
+def test_states_that_do_not_fit(small):
+    attn, cpu = la.LinearAttention(2, 3, backend="cuda"), la.LinearAttention(2, 3)
+    x = np.zeros((1, 2, 3), np.float32)
+    with pytest.raises(StateMismatchError, match="lies on the CPU"):
+        attn.step(x, x, x, cpu.init_state())
+    with pytest.raises(StateMismatchError, match="lies on the GPU"):
+        cpu.step(x, x, x, attn.init_state())
+    with pytest.raises(StateMismatchError, match="belongs to another layer"):
+        attn.step(x, x, x, la.LinearAttention(2, 3, 4, backend="cuda").init_state())
+    with pytest.raises(StateMismatchError, match="expected a State"):
+        attn.step(x, x, x, None)
+    with pytest.raises(DtypeError, match="on the GPU is float32"):
+        attn.init_state(1, "float64")
+    with pytest.raises(ValueError, match=r"^device: "):
+        attn.init_state().to("gpu")
+    with pytest.raises(ValueError, match=r"^device: "):
+        cpu.init_state().to("gpu")
+    with pytest.raises(ValueError, match=r"^position: "):
+        attn.init_state().position = -1
+    with pytest.raises(ShapeError, match=r"^S: "):
+        attn.init_state().S = np.zeros((1, 2, 3))
+
+
+@simulated
+def test_layers_that_do_not_fit(small):
+    with pytest.raises(ValueError, match="has no loop"):
+        la.LinearAttention(2, 3, feature_map=la.FunctionMap(np.cos, 3), backend="cuda")
+    with pytest.raises(ValueError, match="shared memory"):
+        la.LinearAttention(1, 64, feature_map=la.Taylor(order=3), backend="cuda")
+
+
+# arrays on the device
+
+
+@simulated
+@pytest.mark.parametrize(("rule", "gate"), [("linear", None), ("gated", "channel"), ("gated_delta", "head")])
+def test_device_arrays(small, rule, gate):
+    """They stay where they are, and so does the result."""
+    from numba import cuda
+
+    c = case(rule, gate, "gqa", "relu", T=3, normalize=rule == "linear")
+    state, y = c.start(), []
+    for t in range(3):
+        (q, k, v), rest = c.tokens(t)
+        given = dict(zip(rest, device(*rest.values()), strict=True))
+        out = None if t == 0 else cuda.device_array((2, 4, 5), np.float32)
+        got = c.attn.step(*device(q, k, v), state, out=out, stream=cuda.stream() if t == 1 else None, **given)
+        assert out is None or got is out
+        y.append(got.copy_to_host())
+    check(c, np.stack(y, axis=1), state, "steps")
+    state.check()
+    c = c.with_(lengths=np.array([1, 3]))
+    for lengths in (c.lengths, *device(c.lengths, c.lengths.astype(np.int32))):
+        state = c.start()
+        given = dict(zip(("g", "beta"), device(c.g, c.beta), strict=True))
+        got = c.attn.prefill(*device(c.q, c.k, c.v), state, lengths=lengths, **given)
+        check(c, got.copy_to_host(), state, "prefill")
+    active = np.array([False, True])
+    for mask in (active, *device(active)):
+        before = state.position
+        (q, k, v), rest = c.tokens(0)
+        given = dict(zip(rest, device(*rest.values()), strict=True))
+        c.attn.step(*device(q, k, v), state, active=mask, **given)
+        assert (state.position - before).tolist() == [0, 1]
+    state = c.start()
+    c.attn.write(*device(c.k, c.v), state, *device(c.g, c.beta), lengths=c.lengths)
+    assert c.attn.read(*device(c.q), state).shape == (2, 3, 4, 5)
+    assert state.position.tolist() == [1, 3]
+
+
+@simulated
+def test_wrong_device_arrays(small):
+    """One clear error, and the state as it was."""
+    from numba import cuda
+
+    attn = la.LinearAttention(2, 3, update_rule="gated_delta", backend="cuda")
+    state = attn.init_state(2)
+    x, g = np.ones((2, 2, 3), np.float32), np.zeros((2, 2), np.float32)
+    state.S = np.ones((2, 2, 3, 3))
+    before = state.S.copy_to_host()
+    q, gate = device(x, g)
+
+    def refused(error, match, *arrays, **more):
+        with pytest.raises(error, match=match):
+            attn.step(*arrays, state, **({"g": gate, "beta": gate} | more))
+        np.testing.assert_array_equal(state.S.copy_to_host(), before)
+        assert state.position.tolist() == [0, 0]
+
+    refused(DtypeError, "^k: expected an array on the GPU", q, x, q)
+    refused(DtypeError, "^g: expected an array on the GPU", q, q, q, g=g)
+    refused(DtypeError, "^v: expected float32 on the GPU, got float64", q, q, *device(x.astype(np.float64)))
+    refused(ShapeError, r"^k: expected shape \[B, Hk, K\] = \[2, 2, 3\], got \[2, 2, 2\]", q, *device(x[:, :, :2]), q)
+    refused(ShapeError, "^q: expected shape", *device(x[:1]), q, q)
+    refused(ShapeError, "^beta: expected shape", q, q, q, beta=q)
+    refused(ValueError, "^beta: the rule", q, q, q, beta=None)
+    refused(ValueError, "^g: the rule", q, q, q, g=None)
+    refused(
+        ShapeError,
+        "^v: expected a C-contiguous array",
+        q,
+        q,
+        device(np.ones((2, 3, 2), np.float32))[0].transpose((0, 2, 1)),
+    )
+    refused(DtypeError, "^out: expected an array on the GPU", q, q, q, out=x)
+    refused(ShapeError, "^out: expected shape", q, q, q, out=gate)
+    refused(ValueError, "^out: overlaps q", q, *device(x, x), out=q)
+    refused(ValueError, "^out: overlaps the state", q, q, q, out=state.S.reshape(36)[:12].reshape(2, 2, 3))
+    refused(DtypeError, "^active: expected", q, q, q, active=np.zeros(2))
+    refused(DtypeError, "^lengths: expected", q, q, q, active=gate)
+    refused(ValueError, "^stream: expected", q, q, q, stream=-1)
+    refused(ValueError, "^stream: expected", q, q, q, stream="main")
+    for stream in (0, 5, cuda.stream()):
+        attn.step(q, q, q, state, g=gate, beta=gate, stream=stream)
+    with pytest.raises(ValueError, match=r"^stream: the backend 'cpu' has none"):
+        la.LinearAttention(2, 3).step(x, x, x, la.LinearAttention(2, 3).init_state(2), stream=cuda.stream())
+
+
+@simulated
+def test_numpy_arrays_are_checked_before_the_launch(small):
+    c = case("gated", "head", "mha", "cosformer", T=3)
+    state = c.start()
+    for name, value in (("q", np.nan), ("v", np.inf), ("g", np.inf)):
+        bad = getattr(c, name).copy()
+        bad[1, 2, 0] = value
+        with pytest.raises(NotFiniteError, match=f"^{name}: "):
+            c.with_(**{name: bad}).prefill(state)
+    state.position = [88, 89]
+    with pytest.raises(ValueError, match="max_len"):
+        c.prefill(state)
+    assert state.position.tolist() == [88, 89]
+    out = np.empty((2, 3, 2, 5), np.float32)
+    assert c.prefill(c.start(), out=out) is out
+    assert c.with_(q=c.q.astype(np.float16)).prefill(c.start()).dtype == np.float16
+
+
+@simulated
+@overflows
+def test_what_is_not_finite_is_flagged(small):
+    """Nothing waits for the GPU to say so: `check` does."""
+    c = case("gated_delta", "head", "mha", "identity", T=3)
+    for name, value, found in (
+        *((name, np.nan, True) for name in ("q", "k", "v", "g", "beta")),
+        ("g", -np.inf, False),
+        ("g", np.inf, True),
+        ("v", -np.inf, True),
+    ):
+        bad = getattr(c, name).copy()
+        bad[1, 1, 0] = value
+        d = c.with_(**{name: bad})
+        for check_finite in (True, False):
+            attn = d.layer(check_finite=check_finite)
+            state = attn.init_state(2)
+            attn.prefill(*device(d.q, d.k, d.v), state, *device(d.g, d.beta))
+            if not found or not check_finite:
+                state.check()
+                continue
+            for same in (state, state.copy(), state.select([0])):
+                with pytest.raises(NotFiniteError, match=r"^state: "):
+                    same.check()
+            state.clear()
+            state.check()
+
+
+@simulated
+@overflows
+def test_what_phi_does_not_take_is_flagged(small):
+    attn = la.LinearAttention(1, 2, feature_map=la.CosFormer(max_len=3), backend="cuda")
+    state = attn.init_state(1)
+    x = device(np.ones((1, 2, 1, 2), np.float32))[0]
+    attn.prefill(x, x, x, state)
+    state.check()
+    attn.read(x, state)
+    state.check()
+    attn.prefill(x, x, x, state)
+    with pytest.raises(ValueError, match="max_len = 3"):
+        state.check()
+    state.reset()
+    state.check()
+    attn = la.LinearAttention(1, 2, feature_map="relu2", backend="cuda")
+    state = attn.init_state(1)
+    attn.prefill(*device(*[np.full((1, 1, 1, 2), 1e30, np.float32)] * 3), state)
+    with pytest.raises(ValueError, match="beyond the range of Relu2"):
+        state.check()
+
+
+@simulated
+def test_the_rest(small):
+    attn = la.LinearAttention(1, 2, update_rule="gated_delta", backend="cuda")
+    la.warmup(attn)
+    assert len(attn._engine()._kernels) == 6
+    assert pickle.loads(pickle.dumps(attn)).backend == "cuda"
+    assert gpu.card() == "Numba's simulator"
+    la.LinearAttention(1, 2).init_state().check()
+
+
+def checker(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    return importlib.import_module("cuda_check")
+
+
+@simulated
+def test_the_check(small, monkeypatch, tmp_path, capsys):
+    """Its grid runs in the simulator; the times need a GPU."""
+    check = checker(monkeypatch)
+    monkeypatch.setattr(check, "SAMPLES", ["elu", "rff"])
+    assert check.main(["--quick", "--json", str(tmp_path / "report")]) == 0
+    assert "Correctness: 7 of 7 cases within 1e-05" in capsys.readouterr().out
+    report = json.loads((tmp_path / "report").read_text())
+    assert report["card"] == "Numba's simulator"
+    assert report["steps"] == []
+    monkeypatch.setattr(check, "BOUND", 0)
+    assert check.main(["--quick"]) == 1
+    assert "FAILED map elu: relative RMS error" in capsys.readouterr().out
+
+
+# without the simulator
+
+
+def test_the_table_of_the_check(monkeypatch):
+    """Of figures that are made up."""
+    check = checker(monkeypatch)
+    step = {"rule": "gated", "H": 8, "d": 64, "B": 1, "kernel": 2.0, "replay": 3.0, "python": 40.0, "bytes": 4e6}
+    report = {
+        "date": "2026-01-01", "card": "a card", "version": "1", "command": "this", "seconds": 1.0,
+        "correctness": {"cases": 3, "worst": 1e-7, "failed": {"one": "why"}},
+        "graph_error": 1e-7, "copy_GB/s": 4000.0, "empty_replay_us": 1.5,
+        "steps": [step | {"GB/s": 2000.0, "torch": None}, step | {"GB/s": 1000.0, "torch": 9.0}],
+        "prefills": [{"rule": "gated", "H": 8, "d": 64, "T": 512, "ms": 1.0, "us per token": 2.0}],
+        "failures": {"that": "out of memory"},
+    }  # fmt: skip
+    text = check.text(report)
+    assert "Correctness: 2 of 3 cases" in text
+    assert "- FAILED one: why" in text
+    assert "| `gated` | 8×64 | 1 | 2.0 | 3.0 | 40.0 | 1.0 | 2000 | 50% | – |" in text
+    assert "| `gated` | 8×64 | 512 | 1.00 | 2.000 |" in text
+    assert "- not measured: that: out of memory" in text
+
+
+def test_the_check_without_a_gpu(monkeypatch, capsys):
+    check = checker(monkeypatch)
+    monkeypatch.setattr(gpu, "why_not", lambda: "no card")
+    assert check.main([]) == 1
+    assert capsys.readouterr().err == "cuda_check: no card\n"
+
+
+def test_the_simulator_runs_in_a_process_of_its_own():
+    """One of the tests above; all of them: NUMBA_ENABLE_CUDASIM=1 pytest tests/test_cuda.py."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "decay_of_the_layer"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    done = subprocess.run(
+        command, env=environment | {"NUMBA_ENABLE_CUDASIM": "1"}, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout
+
+
+def test_without_the_package(monkeypatch):
+    """One line: what is missing, and how to get it."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    gpu.why_not.cache_clear()
+    try:
+        with pytest.raises(DeviceError) as error:
+            la.LinearAttention(2, 4, backend="cuda")
+        with pytest.raises(DeviceError, match="numba-cuda is missing"):
+            la.LinearAttention(2, 4).init_state().to("cuda")
+    finally:
+        gpu.why_not.cache_clear()
+    assert str(error.value) == (
+        "backend: 'cuda' is not available: the package numba-cuda is missing: pip install \"linattn-edge[cuda]\""
+    )
+
+
+def test_without_a_gpu_the_reason_is_one_line():
+    reason = gpu.why_not()
+    assert reason is None or ("\n" not in reason and len(reason) > 10)
+    code = "from linattn_edge.info import collect_info; import json; print(json.dumps(collect_info()))"
+    info = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+    assert info["backends"]["cuda"]["reason"] == reason
+    assert (info["gpu"] is None) == (reason is not None)
+
+
+class Elsewhere:
+    """A NumPy array that says that it lies on a GPU, by DLPack or by the CUDA array interface."""
+
+    def __init__(self, array, error=None):
+        self.array, self.error = array, error
+
+    def __dlpack_device__(self):
+        return (2, 0)
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__()
+
+
+class Interface(Elsewhere):
+    @property
+    def __cuda_array_interface__(self):
+        if self.error:
+            raise self.error
+        return self.array.__array_interface__ | {"stream": 7}
+
+
+def test_what_lies_on_a_gpu():
+    x = np.zeros((2, 3), np.float32)
+    assert gpu.is_device_array(Elsewhere(x))
+    assert gpu.is_device_array(Interface(x))
+    assert gpu.is_device_array(Interface(x, RuntimeError("requires grad")))
+    for value in (x, [1.0], 1.0, None):
+        assert not gpu.is_device_array(value)
+    assert gpu._interface(Interface(x))["data"][0] == x.ctypes.data
+
+
+def test_dlpack():
+    pytest.importorskip("cuda.core")
+    x = np.zeros((4, 6), np.float32)
+    for array in (x, x[:, ::2]):
+        interface = gpu._interface(Elsewhere(array))
+        assert interface["shape"] == array.shape
+        assert interface["strides"] in (None, array.strides)
+        assert (interface["typestr"], interface["data"][0]) == ("<f4", array.ctypes.data)
+
+
+def test_the_cpu_never_loads_it():
+    code = """
+import sys, numpy as np, linattn_edge as la
+attn = la.LinearAttention(1, 2)
+attn.step(*np.zeros((3, 1, 1, 2), np.float32), attn.init_state())
+print({"linattn_edge.gpu", "linattn_edge.kernels.cuda", "numba.cuda"} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert done.stdout.strip() == "set()"
+
+
+def toolchain():
+    """Why nothing can be compiled to PTX here, or None."""
+    if importlib.util.find_spec("numba_cuda") is None:
+        return "numba-cuda is not installed"
+    try:
+        from numba import cuda
+        from numba.cuda import types
+
+        f = types.float32[::1]
+        cuda.compile_ptx(lambda x: None, (f,), cc=(7, 5))
+    except Exception as error:
+        return f"nothing compiles to PTX: {' '.join(str(error).split())[:200]}"
+    return None
+
+
+def ptx(monkeypatch, attn, mode, width, many, ragged, cc):
+    """A kernel as PTX. Numba asks the current device how to compile device functions: this one is made up."""
+    import numba.cuda.dispatcher
+    from numba import cuda
+    from numba.cuda import types
+
+    from linattn_edge.kernels.cuda import build
+
+    class Device:
+        compute_capability = cc
+
+    monkeypatch.setattr(numba.cuda.dispatcher, "get_current_device", lambda: Device)
+    f, n = types.float32[::1], types.int64[::1]
+    kernel, shape = build(attn.layer, mode, width, many, ragged, True)
+    signature = (f, f, f, f, f, n, f, f, f, n, f, types.int32[::1], types.int64)
+    threads = shape.columns * shape.threads
+    return cuda.compile_ptx(kernel, signature, cc=cc, launch_bounds=threads)[0], threads
+
+
+def assemble(code, cc):
+    """Registers of a thread, and bytes of them that had no room; None where there is no assembler."""
+    try:
+        from cuda.bindings import nvjitlink
+
+        link = nvjitlink.create(2, [f"-arch=sm_{cc[0]}{cc[1]}", "-Xptxas=-v"])
+    except Exception:
+        return None
+    nvjitlink.add_data(link, nvjitlink.InputType.PTX, code.encode(), len(code.encode()), "kernel")
+    nvjitlink.complete(link)
+    log = bytearray(nvjitlink.get_info_log_size(link))
+    nvjitlink.get_info_log(link, log)
+    registers = re.search(r"Used (\d+) registers", log.decode())
+    spilled = re.search(r"(\d+) bytes spill stores", log.decode())
+    return int(registers[1]), int(spilled[1])
+
+
+LAYERS = {
+    "linear": {"num_kv_heads": 1},
+    "gated": {"feature_map": "identity", "normalize": True},
+    "delta": {"feature_map": "identity", "qk_norm": True, "num_value_heads": 4},
+    "gated_delta": {"feature_map": "elu"},
+}
+COMPILED = [
+    *[(rule, LAYERS[rule], mode, many) for rule in LAYERS for mode, many in ((STEP, False), (STEP, True))],
+    *[(rule, LAYERS[rule], mode, True) for rule in ("linear", "gated_delta") for mode in (WRITE, READ)],
+    *[("linear", {"feature_map": name}, STEP, False) for name in SAMPLES],
+    ("gated_delta", {"feature_map": la.Taylor(order=2), "key_dim": 48}, STEP, True),
+    ("gated_delta", {"feature_map": la.Dpfp(nu=4), "key_dim": 64}, STEP, True),
+]
+
+
+def each_card():
+    """Every kernel for every kind of card; the maps' for the older ones among the slow tests."""
+    for number, kernel in enumerate(COMPILED):
+        for cc in ((9, 0), (8, 0), (7, 5)):
+            mode, many, options = kernel[2], kernel[3], kernel[1].get("feature_map", "elu")
+            label = f"{kernel[0]}-{options}-{'sequence' if many else 'step'}{mode}-sm_{cc[0]}{cc[1]}"
+            marks = [pytest.mark.slow] if number >= 12 and cc != (9, 0) else []
+            yield pytest.param(*kernel, cc, id=label, marks=marks)
+
+
+@pytest.mark.parametrize(("rule", "options", "mode", "many", "cc"), list(each_card()))
+def test_ptx_without_float64(monkeypatch, rule, options, mode, many, cc):
+    reason = toolchain()
+    if reason:
+        pytest.skip(reason)
+    name = options.get("feature_map", "elu")
+    K = options.get("key_dim", 16)
+    phi = make(phi=name, K=K).maps[0] if isinstance(name, str) else name
+    attn = la.LinearAttention(2, **({"key_dim": K, "update_rule": rule} | options | {"feature_map": phi}))
+    width = 0 if mode == READ or not attn.layer.rule.decay else attn.layer.F if many else 1
+    code, threads = ptx(monkeypatch, attn, mode, width, many, many, cc)
+    assert f".target sm_{cc[0]}{cc[1]}" in code
+    assert not re.findall(r"^.*\.f64\b.*$", code, re.MULTILINE)
+    if attn.layer.F <= 64 and name != "taylor3":
+        assert ".local" not in code  # S stays in registers
+    assert not re.findall(r"^\s*call", code, re.MULTILINE)
+    made = assemble(code, cc)
+    if made is not None:
+        registers, spilled = made
+        assert registers * threads <= 65536  # all that a block can have
+        assert spilled == 0
+
+
+def test_the_page_names_what_there_is():
+    page = (Path(__file__).parents[1] / "docs" / "cuda.md").read_text(encoding="utf-8")
+    assert 'pip install -e ".[cuda]"' in page
+    for name in ("state.check()", 'state.to("cuda")', "stream=", "benchmarks/cuda_check.py"):
+        assert name in page

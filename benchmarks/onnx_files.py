@@ -23,6 +23,7 @@ from kernels import Group, Settings
 import linattn_edge as la
 import linattn_export as lx
 from linattn_edge.bench.machine import machine
+from linattn_edge.bench.peers import operator_file
 from linattn_edge.bench.turns import Array, Missing, Run, timed
 
 FORMAT = 1
@@ -96,36 +97,10 @@ def exported(buffers: Buffers, attn: la.LinearAttention, T: int, flavor: str, de
 
 def bare(buffers: Buffers, attn: la.LinearAttention, T: int, decay: str = "head") -> Run:
     """A contestant: nothing but the operator, for the layer's rule, without φ and normaliser."""
-    from onnx import TensorProto, helper
-
     layer, feeds = attn.layer, inputs(attn, T, decay)
-    order = ["query", "key", "value", "past_state", "decay", "beta"]
-    names = [name if name in feeds or name == "past_state" else "" for name in order]
-    while not names[-1]:
-        names.pop()
-    node = helper.make_node(
-        "LinearAttention",
-        names,
-        ["output", "present_state"],
-        domain="com.microsoft",
-        q_num_heads=layer.H,
-        kv_num_heads=layer.N,
-        update_rule=layer.rule.name,
-        scale=layer.scale,
-    )
-    real, state = TensorProto.FLOAT, (1, layer.N, layer.K, layer.V)
-    graph = helper.make_graph(
-        [node],
-        "bare",
-        [helper.make_tensor_value_info(n, real, a.shape) for n, a in feeds.items()]
-        + [helper.make_tensor_value_info("past_state", real, state)],
-        [
-            helper.make_tensor_value_info("output", real, (1, T, layer.N * layer.V)),
-            helper.make_tensor_value_info("present_state", real, state),
-        ],
-    )
-    domains = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=domains, ir_version=10).SerializeToString()
+    state = (1, layer.N, layer.K, layer.V)
+    shapes = {name: a.shape for name, a in feeds.items()} | {"past_state": state}
+    model = operator_file(shapes, layer.H, layer.rule.name, layer.scale)
     call, output = bound(model, feeds, state, layer.N * layer.V, buffers)
     call()
     check(attn, feeds, output.numpy())

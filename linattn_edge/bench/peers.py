@@ -131,6 +131,34 @@ def numpy_peer(problem: Problem) -> Peer:
     return Peer(step, lambda: (y[:, 0], S))
 
 
+def operator_file(shapes: Mapping[str, tuple[int, ...]], heads: int, rule: str, scale: float) -> bytes:
+    """An ONNX file of com.microsoft::LinearAttention alone, its inputs of these shapes, `past_state` among them."""
+    from onnx import TensorProto, helper
+
+    order = ("query", "key", "value", "past_state", "decay", "beta")
+    names = [name if name in shapes else "" for name in order]
+    while not names[-1]:
+        names.pop()
+    outputs = {"output": shapes["value"], "present_state": shapes["past_state"]}
+    node = helper.make_node(
+        "LinearAttention",
+        names,
+        list(outputs),
+        domain="com.microsoft",
+        q_num_heads=heads,
+        kv_num_heads=heads,
+        update_rule=rule,
+        scale=scale,
+    )
+    given, made = (
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in side.items()]
+        for side in (shapes, outputs)
+    )
+    domains = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph([node], "operator", given, made)
+    return bytes(helper.make_model(graph, opset_imports=domains, ir_version=10).SerializeToString())
+
+
 def onnxruntime_peer(problem: Problem, shared: bool = True) -> Peer:
     """com.microsoft::LinearAttention, one thread, all inputs and outputs bound.
 
@@ -138,8 +166,8 @@ def onnxruntime_peer(problem: Problem, shared: bool = True) -> Peer:
     promises nothing; the answers are checked). Otherwise two buffers change places with each token.
     """
     try:
+        import onnx  # noqa: F401  (operator_file)
         import onnxruntime as ort
-        from onnx import TensorProto, helper
     except ImportError as error:
         raise Missing(f"{error.name} is not installed") from None
     B, H, d = problem.B, problem.H, problem.d
@@ -148,37 +176,12 @@ def onnxruntime_peer(problem: Problem, shared: bool = True) -> Peer:
     for symbol, name in (("q", "query"), ("k", "key"), ("v", "value"), ("g", "decay"), ("beta", "beta")):
         if symbol in x:
             feeds[name] = own(x[symbol].reshape(B, 1, -1))
-    order = ("query", "key", "value", "past_state", "decay", "beta")
-    names = [name if name in feeds else "" for name in order]
-    while not names[-1]:
-        names.pop()
-    node = helper.make_node(
-        "LinearAttention",
-        names,
-        ["output", "present_state"],
-        domain="com.microsoft",
-        q_num_heads=H,
-        kv_num_heads=H,
-        update_rule=problem.rule,
-        scale=problem.scale,
-    )
-    real = TensorProto.FLOAT
-    graph = helper.make_graph(
-        [node],
-        "step",
-        [helper.make_tensor_value_info(name, real, a.shape) for name, a in feeds.items()],
-        [
-            helper.make_tensor_value_info("output", real, (B, 1, H * d)),
-            helper.make_tensor_value_info("present_state", real, (B, H, d, d)),
-        ],
-    )
-    domains = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=domains, ir_version=10)
+    model = operator_file({name: a.shape for name, a in feeds.items()}, H, problem.rule, problem.scale)
     options = ort.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 4
     try:
-        session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # a release without the operator
         raise Missing(f"onnxruntime {ort.__version__} does not run it ({type(error).__name__})") from None
     buffers = {**feeds, "output": aligned((B, 1, H * d)), "other": own(feeds["past_state"])}

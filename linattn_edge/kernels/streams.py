@@ -119,6 +119,18 @@ def copy_numbers(source, at, target, count):
         target[i] = source[at + i]
 
 
+@device
+def journal_place(record, count, window):
+    """Where `count` tokens go in a stream's journal, or -1: it has none, or is too short and from now on void."""
+    start = record[LOGGED]
+    if record[JOURNAL] == 0 or start < 0:
+        return -1
+    if start + count > window:
+        record[LOGGED] = -1
+        return -1
+    return start
+
+
 @large
 def keep_tokens(header, streams, lengths, T, width, k, v, g, beta, size):
     """Write what a call has written to the journals of streams that have a checkpoint. k, v, g and beta are flat."""
@@ -129,11 +141,8 @@ def keep_tokens(header, streams, lengths, T, width, k, v, g, beta, size):
     for b in range(streams.size):
         record = record_at(streams[b])
         count = lengths[b] if lengths.size > 0 else T
-        start = record[LOGGED]
-        if record[JOURNAL] == 0 or start < 0:
-            continue
-        if start + count > window:
-            record[LOGGED] = -1
+        start = journal_place(record, count, window)
+        if start < 0:
             continue
         widths = at_address(record[JOURNAL], window, np.int64)
         a = record[JOURNAL] + window * WORD
@@ -274,11 +283,8 @@ def _build_release() -> Callable[..., int]:
             for b in range(streams.size):
                 record = record_at(streams[b])
                 count = lengths[b] if lengths.size > 0 else T
-                start = record[LOGGED]
-                if record[JOURNAL] == 0 or start < 0:
-                    continue
-                if start + count > window:
-                    record[LOGGED] = -1
+                start = journal_place(record, count, window)
+                if start < 0:
                     continue
                 kept = at_address(record[JOURNAL], window, np.int64)
                 for t in range(count):

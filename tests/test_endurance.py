@@ -70,16 +70,21 @@ def test_steps_without_out_and_of_other_dtypes_leave_no_memory_behind():
     attn = la.LinearAttention(2, 8)
     q, k, v = np.ones((3, 1, 2, 8), np.float16)
     state = attn.init_state(1)
-    for _ in range(500):
-        attn.step(q, k, v, state)
-    gc.collect()
-    rss, blocks = resident(), sys.getallocatedblocks()
-    for _ in range(5000):
-        attn.step(q, k, v, state)
-        attn.step(q, k, v, state, active=[True])
-    gc.collect()
-    assert resident() - rss < 1 << 20
-    assert sys.getallocatedblocks() - blocks < 100
+
+    def grown(n):
+        """Bytes and Python's blocks that n pairs of calls left behind."""
+        gc.collect()
+        rss, blocks = resident(), sys.getallocatedblocks()
+        for _ in range(n):
+            attn.step(q, k, v, state)
+            attn.step(q, k, v, state, active=[True])
+        gc.collect()
+        return resident() - rss, sys.getallocatedblocks() - blocks
+
+    grown(500)  # what a first call leaves (caches, coverage's tables) is no leak
+    rounds = [grown(5000) for _ in range(3)]  # a leak is in each; what other threads of the process do is not
+    assert min(rss for rss, _ in rounds) < 1 << 20
+    assert min(blocks for _, blocks in rounds) < 100
 
 
 @pytest.mark.skipif(not LINUX, reason="reads /proc")

@@ -470,6 +470,7 @@ def test_the_check(small, monkeypatch, tmp_path, capsys):
     assert report["card"] == "Numba's simulator"
     assert report["steps"] == []
     monkeypatch.setattr(check, "BOUND", 0)
+    monkeypatch.setattr(check, "cases", lambda quick, all=check.cases: all(quick)[-2:])
     assert check.main(["--quick"]) == 1
     assert "FAILED map elu: relative RMS error" in capsys.readouterr().out
 

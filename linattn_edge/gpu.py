@@ -29,6 +29,7 @@ Array = NDArray[Any]
 DeviceArray = Any  # an array of Numba's on the device
 
 INSTALL = 'pip install "linattn-edge[cuda]"'
+OUT_OF_MEMORY = "out of GPU memory"
 
 
 def simulated() -> bool:
@@ -85,7 +86,7 @@ def guard() -> Iterator[None]:
             raise
         text = " ".join(str(error).split())
         if "OUT_OF_MEMORY" in text.upper().replace(" ", "_"):
-            text = f"out of GPU memory ({text})"
+            text = f"{OUT_OF_MEMORY} ({text})"
         raise DeviceError(f"the GPU refused: {text}") from error
 
 

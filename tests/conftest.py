@@ -12,7 +12,9 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")
-if SIMULATOR:  # it polls its threads without a pause: each poll lasts as long as Python lets a thread run, 5 ms by default
+if (
+    SIMULATOR
+):  # it polls its threads without a pause: each poll lasts as long as Python lets a thread run, 5 ms by default
     sys.setswitchinterval(1e-4)
 
 

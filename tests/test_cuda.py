@@ -12,6 +12,7 @@ import pickle
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from cases import SAMPLES, VARIANTS, make
 from linattn_edge import gpu
 from linattn_edge.errors import DeviceError, DtypeError, NotFiniteError, ShapeError, StateMismatchError
 from linattn_edge.kernels.layout import READ, STEP, WRITE
+from test_cuda_bench import made_up
 
 SINGLE = 1e-5
 simulated = pytest.mark.cudasim
@@ -468,7 +470,7 @@ def test_the_check(small, monkeypatch, tmp_path, capsys):
     assert "Correctness: 7 of 7 cases within 1e-05" in capsys.readouterr().out
     report = json.loads((tmp_path / "report").read_text())
     assert report["card"] == "Numba's simulator"
-    assert report["steps"] == []
+    assert report["groups"] == []
     monkeypatch.setattr(check, "BOUND", 0)
     monkeypatch.setattr(check, "cases", lambda quick, all=check.cases: all(quick)[-2:])
     assert check.main(["--quick"]) == 1
@@ -478,23 +480,22 @@ def test_the_check(small, monkeypatch, tmp_path, capsys):
 # without the simulator
 
 
-def test_the_table_of_the_check(monkeypatch):
+def test_the_text_of_the_check(monkeypatch):
     """Of figures that are made up."""
     check = checker(monkeypatch)
-    step = {"rule": "gated", "H": 8, "d": 64, "B": 1, "kernel": 2.0, "replay": 3.0, "python": 40.0, "bytes": 4e6}
     report = {
         "date": "2026-01-01", "card": "a card", "version": "1", "command": "this", "seconds": 1.0,
         "correctness": {"cases": 3, "worst": 1e-7, "failed": {"one": "why"}},
-        "graph_error": 1e-7, "copy_GB/s": 4000.0, "empty_replay_us": 1.5,
-        "steps": [step | {"GB/s": 2000.0, "torch": None}, step | {"GB/s": 1000.0, "torch": 9.0}],
-        "prefills": [{"rule": "gated", "H": 8, "d": 64, "T": 512, "ms": 1.0, "us per token": 2.0}],
+        "graph_error": 1e-7, "empty_replay_us": 1.5, "groups": [asdict(group) for group in made_up()],
         "failures": {"that": "out of memory"},
     }  # fmt: skip
     text = check.text(report)
     assert "Correctness: 2 of 3 cases" in text
     assert "- FAILED one: why" in text
-    assert "| `gated` | 8×64 | 1 | 2.0 | 3.0 | 40.0 | 1.0 | 2000 | 50% | – |" in text
-    assert "| `gated` | 8×64 | 512 | 1.00 | 2.000 |" in text
+    assert "A kernel that does nothing, in a graph: 1.5 µs." in text
+    assert re.search(r"^gated +16 +8 × 64 +2.00 +", text, re.MULTILINE)
+    assert re.search(r"^linear, elu +8 +64 +", text, re.MULTILINE)
+    assert "- not timed: another: linattn_edge: left out, out of GPU memory" in text
     assert "- not measured: that: out of memory" in text
 
 

@@ -12,7 +12,8 @@ from linattn_edge.terminal import progress, write
 
 SUITES = ("step", "context", "prefill", "streams", "model", "startup")
 PEERS = ("numpy", "torch", "onnxruntime", "softmax")
-DEVICES = ("cpu", "cuda")
+GPU_PEERS = ("torch",)
+DEVICES: dict[str, tuple[str, ...]] = {"cpu": SUITES, "cuda": ("step", "prefill")}  # suites of each
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="small sizes, few turns: to see that it runs, not to quote"
     )
-    parser.add_argument("--device", choices=DEVICES, default="cpu", help="where to run (default: cpu)")
+    parser.add_argument(
+        "--device",
+        choices=DEVICES,
+        default="cpu",
+        help=f"where to run (default: cpu); on cuda there are {' and '.join(DEVICES['cuda'])}",
+    )
     parser.add_argument(
         "--peers",
         metavar="NAMES",
@@ -82,12 +88,9 @@ def check(args: argparse.Namespace) -> None:
     for name in args.suites:
         if name not in SUITES:
             raise ValueError(f"SUITE: expected of {', '.join(SUITES)}; got {name!r}")
-    if args.device != "cpu":
-        from linattn_edge.attention import BACKENDS
-
-        if args.device not in BACKENDS:
-            raise NotImplementedError(f"--device {args.device}: this version has no {args.device} backend")
-        raise NotImplementedError(f"--device {args.device}: the suites can't time this backend yet")
+        if name not in DEVICES[args.device] and not args.source:
+            there = " and ".join(DEVICES[args.device])
+            raise ValueError(f"SUITE: on {args.device} there are {there}; got {name!r}")
     if args.json and args.csv:
         raise ValueError("give --json or --csv, not both")
     if args.fail_above is not None:
@@ -95,21 +98,39 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError("--fail-above needs --compare FILE")
         if not args.fail_above >= 0:
             raise ValueError(f"--fail-above: expected a percentage of at least 0, got {args.fail_above}")
-    chosen_peers(args.peers)
+    chosen_peers(args.peers, args.device)
     plots.check_plot(args.plot)
     for name, path in (("--save", args.save), ("--html", args.html)):
         if path is not None and not path.resolve().parent.is_dir():
             raise OSError(f"{name}: {path.resolve().parent} is no folder")
+    if args.device == "cuda" and not args.source:
+        check_gpu(args)
 
 
-def chosen_peers(text: str | None) -> tuple[str, ...]:
+def check_gpu(args: argparse.Namespace) -> None:
+    """Refuse what can't be timed on a GPU, or that there is none."""
+    from linattn_edge.bench import device
+    from linattn_edge.errors import DeviceError
+
+    if args.plot is not None:
+        raise ValueError("--plot: draws what was measured on a CPU; --html has charts of --device cuda")
+    reason = device.why_not()
+    if reason is not None:
+        raise DeviceError(f"--device cuda: {reason}")
+
+
+def chosen_peers(text: str | None, device: str = "cpu") -> tuple[str, ...]:
     """The packages that were asked for; by default those that are installed."""
+    known = PEERS if device == "cpu" else GPU_PEERS
     if text is None:
-        return tuple(name for name in PEERS if name == "softmax" or find_spec(name) is not None)
+        return tuple(name for name in known if name == "softmax" or find_spec(name) is not None)
     names = [] if text.strip() in ("", "none") else list(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
-        if name not in PEERS:
-            raise ValueError(f"--peers: expected of {', '.join(PEERS)} with commas between, or none; got {name!r}")
+        if name not in known:
+            expected = f"expected of {', '.join(known)} with commas between, or none"
+            if device != "cpu":
+                expected = f"on {device} there is {', '.join(known)}, or none"
+            raise ValueError(f"--peers: {expected}; got {name!r}")
         if name != "softmax" and find_spec(name) is None:
             raise ValueError(f"--peers: {name} is not installed")
     return tuple(names)
@@ -119,15 +140,14 @@ def measure(args: argparse.Namespace, show: bool) -> Any:
     """Run the suites; show the tables of each when it is done."""
     from linattn_edge.bench import clock, machine, tables
     from linattn_edge.bench.record import Report
-    from linattn_edge.bench.suites import SUITES as TABLE
-    from linattn_edge.bench.suites import Settings
+    from linattn_edge.bench.suites import BY_DEVICE, Settings
 
-    peers = chosen_peers(args.peers)
+    peers, table = chosen_peers(args.peers, args.device), BY_DEVICE[args.device]
     make = Settings.short if args.quick else Settings
     settings = make(peers=peers, model=args.model)
-    names = args.suites or list(TABLE)
+    names = args.suites or list(table)
     start = time.perf_counter()
-    about, blas = machine.machine(), machine.one_blas_thread()
+    about, blas = machine.machine(args.device), machine.one_blas_thread()
     with machine.Pin(args.pin) as pin:
         method = {
             "clocks": {name: clock.describe(name) for name in clock.CLOCKS},
@@ -139,20 +159,21 @@ def measure(args: argparse.Namespace, show: bool) -> Any:
             "seconds_of_a_slow_contestant": settings.budget,
             "builds": settings.builds,
             "peers": list(peers),
+            "device": args.device,
         }
         report = Report(command(args), args.quick, about, method)
         if show:
             write("\n".join(tables.heading(report)) + "\n\n")
         for number, name in enumerate(names, 1):
-            suite = TABLE[name]
+            suite = table[name]
             label = f"{name} ({number} of {len(names)})"
             done = []
             for job in progress(suite.plan(settings), label, describe=lambda job: job.title):
                 pin.renew()
                 done.append(job.run())
             report.groups += done
-            if show:
-                show_suite(report, name)
+            if show and done:
+                show_suite(report, done[0].suite)
     report.seconds = time.perf_counter() - start
     report.load_after = machine.load()
     if show:
@@ -173,10 +194,10 @@ def show(report: Any) -> None:
 def show_suite(report: Any, name: str) -> None:
     """The tables of one suite, and who was not timed."""
     from linattn_edge.bench import tables
-    from linattn_edge.bench.suites import SUITES as TABLE
+    from linattn_edge.bench.suites import REPORTED
 
     groups = report.of(name)
-    for table in TABLE[name].tables(groups):
+    for table in REPORTED[name].tables(groups):
         tables.show(table)
     for line in untimed(groups):
         write(f"{line}\n")
@@ -214,6 +235,7 @@ def command(args: argparse.Namespace) -> str:
     """How to make these figures again, without this machine's folders."""
     words = ["linattn-edge bench", *args.suites]
     words += ["--quick"] if args.quick else []
+    words += [f"--device {args.device}"] if args.device != "cpu" else []
     words += [f"--peers {args.peers}"] if args.peers is not None else []
     words += [f"--model {args.model.name}"] if args.model else []
     words += [f"--pin {args.pin}"] if args.pin != "auto" else []

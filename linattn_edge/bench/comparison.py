@@ -5,13 +5,14 @@ from typing import Any
 
 from linattn_edge.bench.peers import PEERS
 from linattn_edge.bench.record import Group, Report, Row
-from linattn_edge.bench.roofline import SWEEP
+from linattn_edge.bench.roofline import COPY, LARGE_COPY, SWEEP
 from linattn_edge.bench.suites.context import SOFTMAX
 from linattn_edge.bench.views import Table, figure, percent, times, word
 
 LEAST_BAND = 0.05  # where memory happens to lie differs from process to process, and no run can see that
+MACHINE = (SWEEP, COPY, LARGE_COPY)  # the memory's own speed
 LEAST_SAMPLES = 3  # fewer say nothing of their noise
-FOREIGN = {SWEEP, SOFTMAX, *(name for builders in PEERS.values() for name in builders)}  # not our code
+FOREIGN = {*MACHINE, SOFTMAX, *(name for builders in PEERS.values() for name in builders)}  # not our code
 SLOWER, FASTER, SAME = "slower", "faster", "within noise"
 
 
@@ -75,9 +76,9 @@ def compare(old: Report, new: Report, fail_above: float | None = None) -> dict[s
 
 
 def machine_drift(before: dict[tuple[Any, ...], Row], group: Group) -> float | None:
-    """How much the group's controls and its sweep of memory changed, as a share; None where none is in both."""
+    """How much the group's controls, sweeps and copies changed, as a share; None where none is in both."""
     found = []
-    for now in (*group.controls, *(row for row in group.rows if row.name == SWEEP)):
+    for now in (*group.controls, *(row for row in group.rows if row.name in MACHINE)):
         past = before.get(key(group, now))
         if now.time and past is not None and past.time:
             ratio = now.time["min"] / past.time["min"]
@@ -92,6 +93,8 @@ def notes(old: Report, new: Report, both: int, missing: int) -> list[str]:
         raise ValueError(f"--compare: the two runs have no row in common with {LEAST_SAMPLES} samples or more")
     if old.machine["cpu"] != new.machine["cpu"]:
         found.append(f"The old run was on another CPU, {old.machine['cpu']}.")
+    if old.machine.get("gpu") != new.machine.get("gpu"):
+        found.append(f"The old run was on another GPU, {old.machine.get('gpu')}.")
     if old.quick != new.quick:
         found.append("One of the runs is a quick one.")
     if missing:

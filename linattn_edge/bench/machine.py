@@ -18,18 +18,19 @@ def load() -> list[float]:
     return [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else []
 
 
-def machine() -> dict[str, Any]:
-    """CPU, cores, system, versions of all that takes part, date and load."""
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """CPU, cores, system, versions of all that takes part, date and load; the GPU where that is measured."""
     info = collect_info()
     versions = {"linattn_edge": info["version"], "python": platform.python_version()}
     versions |= {
         name: found
         for name, found in {**info["packages"], **info["optional_packages"]}.items()
-        if found and name in ("numpy", "numba", "llvmlite", "onnxruntime", "torch")
+        if found and name in ("numpy", "numba", "llvmlite", "onnxruntime", "torch", "numba-cuda")
     }
     cpu = info["cpu"]
     return {
         "cpu": cpu["name"],
+        "gpu": info["gpu"] if device == "cuda" else None,
         "llvm_cpu": cpu["llvm_name"],
         "simd": cpu["simd"],
         "cores": cpu["usable_cores"],

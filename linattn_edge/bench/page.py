@@ -9,7 +9,7 @@ from linattn_edge.bench.charts import Dots, Line, Mark, Spot
 from linattn_edge.bench.commands import closing, untimed
 from linattn_edge.bench.record import OURS, Group, Report
 from linattn_edge.bench.roofline import SWEEP
-from linattn_edge.bench.suites import SUITES, context
+from linattn_edge.bench.suites import REPORTED, context, cuda
 from linattn_edge.bench.suites.context import MEMORY_CROSSES, OLD_OVER_FRESH, SOFTMAX, TIME_CROSSES
 from linattn_edge.bench.suites.model import DECODE
 from linattn_edge.bench.views import Cell, Table, figure, layer_name, memory, short, times
@@ -23,6 +23,8 @@ TITLES = {
     "streams": "Many streams",
     "model": "A whole model",
     "startup": "Starting",
+    cuda.STEP: "One token on the GPU",
+    cuda.PREFILL: "Prompts on the GPU",
 }
 
 
@@ -32,7 +34,7 @@ def page(report: Report) -> str:
     body = [
         "<header>",
         "<h1>What a token costs</h1>",
-        f'<p class="soft">linattn_edge {escape(about["versions"]["linattn_edge"])} on {escape(about["cpu"])}, '
+        f'<p class="soft">linattn_edge {escape(about["versions"]["linattn_edge"])} on {escape(where(report))}, '
         f"{escape(report.date[:10])}</p>",
         f'<pre class="command">{escape(report.command)}</pre>',
         *(['<p class="warning">A quick run: too short to quote.</p>'] if report.quick else []),
@@ -46,11 +48,11 @@ def page(report: Report) -> str:
         drawn = "".join(CHARTS[name](groups)) if name in CHARTS else ""
         body.append(f'<section id="{name}">\n<h2>{escape(TITLES[name])}</h2>')
         body.append(f'<div class="charts">{drawn}</div>' if drawn else "")
-        body += [table(found) for found in SUITES[name].tables(groups)]
+        body += [table(found) for found in REPORTED[name].tables(groups)]
         body += [f'<p class="warning">{escape(line)}</p>' for line in untimed(groups)]
         body.append("</section>")
     body.append(method(report))
-    title = f"What a token costs: {about['cpu']}"
+    title = f"What a token costs: {where(report)}"
     content = "\n".join(part for part in body if part)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -58,6 +60,11 @@ def page(report: Report) -> str:
         '<link rel="icon" href="data:,">\n'
         f"<title>{escape(title)}</title>\n<style>\n{STYLE.read_text(encoding='utf-8')}</style>\n</head>\n<body>\n<main>\n{content}\n</main>\n</body>\n</html>\n"
     )
+
+
+def where(report: Report) -> str:
+    """The GPU that was measured, or the CPU."""
+    return str(report.machine.get("gpu") or report.machine["cpu"])
 
 
 def number(cell: Cell) -> str:
@@ -88,7 +95,7 @@ def table(found: Table) -> str:
 def cards(report: Report) -> str:
     """The figures that people ask for first."""
     found: list[tuple[Cell, str]] = []
-    steps = [group for group in report.of("step") if group.row(OURS)]
+    steps = [group for group in (*report.of("step"), *report.of(cuda.STEP)) if group.row(OURS)]
     if steps:
         row = steps[0].row(OURS)
         assert row is not None and row.time is not None
@@ -207,7 +214,27 @@ def step_charts(groups: Sequence[Group]) -> list[str]:
     return out
 
 
-CHARTS: dict[str, Callable[[Sequence[Group]], list[str]]] = {"context": context_charts, "step": step_charts}
+def gpu_charts(groups: Sequence[Group]) -> list[str]:
+    """A step on the GPU, replayed and called."""
+    looks = {OURS: ("s1", "on the GPU"), cuda.REPLAY: ("s2", cuda.REPLAY), cuda.CALL: ("s3", cuda.CALL)}
+    rows = []
+    for group in groups:
+        found = {row.name: row.time["min"] for row in group.rows if row.time}
+        spots = [Spot(name, look, found[key]) for key, (look, name) in looks.items() if key in found]
+        if spots:
+            rows.append(Dots(label(group), spots))
+    if not rows:
+        return []
+    x = charts.log_axis("µs", [spot.value for row in rows for spot in row.spots])
+    text = "Least times. Rule, streams × heads × width."
+    return [drawing("A token on the GPU, and from Python", text, charts.dots("A step on the GPU", x, rows))]
+
+
+CHARTS: dict[str, Callable[[Sequence[Group]], list[str]]] = {
+    "context": context_charts,
+    "step": step_charts,
+    cuda.STEP: gpu_charts,
+}
 
 
 def method(report: Report) -> str:

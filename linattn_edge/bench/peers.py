@@ -33,6 +33,7 @@ class Problem:
     d: int
     B: int = 1
     seed: int = 0
+    empty: bool = False  # the state begins with zeros: many large ones take long to draw
 
     @cached_property
     def arrays(self) -> dict[str, Array]:
@@ -40,8 +41,9 @@ class Problem:
         draw = np.random.default_rng(self.seed)
         q, k, v = draw.standard_normal((3, self.B, self.H, self.d), dtype=np.float32)
         k /= np.linalg.norm(k, axis=-1, keepdims=True)
+        shape: tuple[int, ...] = (self.B, self.H, self.d, self.d)
         found = {
-            "S": draw.standard_normal((self.B, self.H, self.d, self.d), dtype=np.float32) * 0.1,
+            "S": np.zeros(shape, np.float32) if self.empty else draw.standard_normal(shape, dtype=np.float32) * 0.1,
             "q": q,
             "k": k,
             "v": v,
@@ -209,14 +211,14 @@ def onnxruntime_peer(problem: Problem, shared: bool = True) -> Peer:
     return Peer(step, read, keep=(values, buffers))
 
 
-def torch_peer(problem: Problem) -> Peer:
-    """Eager, one thread, in place."""
+def torch_peer(problem: Problem, device: str = "cpu") -> Peer:
+    """Eager, one thread, in place; on "cuda" on the GPU."""
     try:
         import torch
     except (ImportError, OSError):
         raise Missing("torch is not installed") from None
     torch.set_num_threads(1)
-    x = {name: torch.from_numpy(own(a.reshape(-1, *a.shape[2:]))) for name, a in problem.arrays.items()}
+    x = {name: torch.from_numpy(own(a.reshape(-1, *a.shape[2:]))).to(device) for name, a in problem.arrays.items()}
     S, q, k, v, scale = x["S"], x["q"][:, None], x["k"][:, :, None], x["v"][:, None], problem.scale
     row = x["k"][:, None]
     y, read = torch.empty_like(v), torch.empty_like(v)
@@ -238,7 +240,7 @@ def torch_peer(problem: Problem) -> Peer:
             torch.bmm(q, S, out=y)
             y.mul_(scale)
 
-    return Peer(step, lambda: (y[:, 0].numpy(), S.numpy()))
+    return Peer(step, lambda: (y[:, 0].cpu().numpy(), S.cpu().numpy()))
 
 
 Builder = Callable[[Problem], Peer]

@@ -72,9 +72,10 @@ def heading(report: Report) -> list[str]:
     revision = f", revision {about['revision']}" if about.get("revision") else ""
     cores = report.method["pinned_to_cores"]
     pinned = f"pinned to core {', then '.join(map(str, cores))}" if cores else "no core pinned"
+    card = f"; GPU: {about['gpu']}" if about.get("gpu") else ""
     loads = " to ".join(f"{load[0]:.1f}" for load in (about["load"], report.load_after) if load) or "not known"
     return [
-        f"{about['cpu']} ({about['llvm_cpu']}), {about['cores']} cores, {about['system']}",
+        f"{about['cpu']} ({about['llvm_cpu']}), {about['cores']} cores, {about['system']}{card}",
         f"{versions}{revision}",
         f"{report.date}, load average {loads}, {pinned}",
     ]

@@ -1,6 +1,6 @@
 """The suites: one module and one entry of SUITES each."""
 
-from linattn_edge.bench.suites import context, model, prefill, startup, step, streams
+from linattn_edge.bench.suites import context, cuda, model, prefill, startup, step, streams
 from linattn_edge.bench.suites.base import Job, Settings, Suite
 
 SUITES = {
@@ -12,4 +12,11 @@ SUITES = {
     "startup": Suite("imports, and the first call cold and warm", startup.plan, startup.tables),
 }
 
-__all__ = ["SUITES", "Job", "Settings", "Suite"]
+ON_CUDA = {
+    "step": Suite("one token, by rule, heads, widths and streams; torch; the memory's share", cuda.plan, cuda.tables),
+    "prefill": Suite("a prompt in one call, by its length", cuda.plan_prefill, cuda.prefill_tables),
+}
+BY_DEVICE = {"cpu": SUITES, "cuda": ON_CUDA}
+REPORTED = SUITES | {cuda.STEP: ON_CUDA["step"], cuda.PREFILL: ON_CUDA["prefill"]}  # by the name in a report
+
+__all__ = ["BY_DEVICE", "ON_CUDA", "REPORTED", "SUITES", "Job", "Settings", "Suite"]

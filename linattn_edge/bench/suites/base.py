@@ -62,25 +62,32 @@ Built = tuple[Mapping[str, Run], Mapping[str, str]]  # contestants, and why othe
 
 
 def measure(
-    group: Group, settings: Settings, build: Callable[[], Built], clock: str = WALL, rounds: int | None = None
+    group: Group,
+    settings: Settings,
+    build: Callable[[], Built],
+    clock: str = WALL,
+    rounds: int | None = None,
+    controlled: bool = True,
 ) -> Group:
     """Let them take turns, and add a row for each; also for those that are absent, with the reason.
 
     Contestants are built several times, each time in memory of their own, and share the rounds: where pages happen to
-    lie can double a time.
+    lie can double a time. controlled: with a `control` among them; without, they bring one of their own.
     """
     taken: dict[str, list[Array]] = {}
     absent: dict[str, str] = {}
     kept = []  # so that the next ones can't get the same memory
     for _ in range(settings.builds):
         contestants, reasons = build()
-        contestants = {**contestants, CONTROL: control(clock)}
+        if controlled:
+            contestants = {**contestants, CONTROL: control(clock)}
         kept.append(contestants)
         absent |= reasons
         share = -(-(rounds or settings.rounds) // settings.builds)
         for name, samples in take_turns(contestants, share, settings.turn, settings.budget / settings.builds).items():
             taken.setdefault(name, []).append(samples)
-    group.controls.append(Row(CONTROL, time=summary(np.concatenate(taken.pop(CONTROL))), clock=clock))
+    if controlled:
+        group.controls.append(Row(CONTROL, time=summary(np.concatenate(taken.pop(CONTROL))), clock=clock))
     for name, parts in taken.items():
         if name not in absent:
             group.rows.append(Row(name, time=summary(np.concatenate(parts)), clock=clock))

@@ -22,7 +22,6 @@ import linattn_edge as la
 from cases import SAMPLES, VARIANTS, make
 from linattn_edge import gpu
 from linattn_edge.errors import DeviceError, DtypeError, NotFiniteError, ShapeError, StateMismatchError
-from linattn_edge.kernels.layout import READ, STEP, WRITE
 from test_cuda_bench import made_up
 
 SINGLE = 1e-5
@@ -592,105 +591,6 @@ print({"linattn_edge.gpu", "linattn_edge.kernels.cuda", "numba.cuda"} & set(sys.
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
     assert done.stdout.strip() == "set()"
-
-
-def toolchain():
-    """Why nothing can be compiled to PTX here, or None."""
-    if importlib.util.find_spec("numba_cuda") is None:
-        return "numba-cuda is not installed"
-    try:
-        from numba import cuda
-        from numba.cuda import types
-
-        f = types.float32[::1]
-        cuda.compile_ptx(lambda x: None, (f,), cc=(7, 5))
-    except Exception as error:
-        return f"nothing compiles to PTX: {' '.join(str(error).split())[:200]}"
-    return None
-
-
-def ptx(monkeypatch, attn, mode, width, many, ragged, cc):
-    """A kernel as PTX. Numba asks the current device how to compile device functions: this one is made up."""
-    import numba.cuda.dispatcher
-    from numba import cuda
-    from numba.cuda import types
-
-    from linattn_edge.kernels.cuda import build
-
-    class Device:
-        compute_capability = cc
-
-    monkeypatch.setattr(numba.cuda.dispatcher, "get_current_device", lambda: Device)
-    f, n = types.float32[::1], types.int64[::1]
-    kernel, shape = build(attn.layer, mode, width, many, ragged, True)
-    signature = (f, f, f, f, f, n, f, f, f, n, f, types.int32[::1], types.int64)
-    threads = shape.columns * shape.threads
-    return cuda.compile_ptx(kernel, signature, cc=cc, launch_bounds=threads)[0], threads
-
-
-def assemble(code, cc):
-    """Registers of a thread, and bytes of them that had no room; None where there is no assembler."""
-    try:
-        from cuda.bindings import nvjitlink
-
-        link = nvjitlink.create(2, [f"-arch=sm_{cc[0]}{cc[1]}", "-Xptxas=-v"])
-    except Exception:
-        return None
-    nvjitlink.add_data(link, nvjitlink.InputType.PTX, code.encode(), len(code.encode()), "kernel")
-    nvjitlink.complete(link)
-    log = bytearray(nvjitlink.get_info_log_size(link))
-    nvjitlink.get_info_log(link, log)
-    registers = re.search(r"Used (\d+) registers", log.decode())
-    spilled = re.search(r"(\d+) bytes spill stores", log.decode())
-    return int(registers[1]), int(spilled[1])
-
-
-LAYERS = {
-    "linear": {"num_kv_heads": 1},
-    "gated": {"feature_map": "identity", "normalize": True},
-    "delta": {"feature_map": "identity", "qk_norm": True, "num_value_heads": 4},
-    "gated_delta": {"feature_map": "elu"},
-}
-COMPILED = [
-    *[(rule, LAYERS[rule], mode, many) for rule in LAYERS for mode, many in ((STEP, False), (STEP, True))],
-    *[(rule, LAYERS[rule], mode, True) for rule in ("linear", "gated_delta") for mode in (WRITE, READ)],
-    *[("linear", {"feature_map": name}, STEP, False) for name in SAMPLES],
-    ("gated_delta", {"feature_map": la.Taylor(order=2), "key_dim": 48}, STEP, True),
-    ("gated_delta", {"feature_map": la.Dpfp(nu=4), "key_dim": 64}, STEP, True),
-]
-
-
-def each_card():
-    """Every kernel for every kind of card; the maps' for the older ones among the slow tests."""
-    for number, kernel in enumerate(COMPILED):
-        for cc in ((9, 0), (8, 0), (7, 5)):
-            mode, many, options = kernel[2], kernel[3], kernel[1].get("feature_map", "elu")
-            label = f"{kernel[0]}-{options}-{'sequence' if many else 'step'}{mode}-sm_{cc[0]}{cc[1]}"
-            marks = [pytest.mark.slow] if number >= 12 and cc != (9, 0) else []
-            yield pytest.param(*kernel, cc, id=label, marks=marks)
-
-
-@pytest.mark.parametrize(("rule", "options", "mode", "many", "cc"), list(each_card()))
-def test_ptx_without_float64(monkeypatch, rule, options, mode, many, cc):
-    reason = toolchain()
-    if reason:
-        pytest.skip(reason)
-    name = options.get("feature_map", "elu")
-    K = options.get("key_dim", 16)
-    phi = make(phi=name, K=K).maps[0] if isinstance(name, str) else name
-    attn = la.LinearAttention(2, **({"key_dim": K, "update_rule": rule} | options | {"feature_map": phi}))
-    width = 0 if mode == READ or not attn.layer.rule.decay else attn.layer.F if many else 1
-    code, threads = ptx(monkeypatch, attn, mode, width, many, many, cc)
-    assert f".target sm_{cc[0]}{cc[1]}" in code
-    assert not re.findall(r"^.*\.f64\b.*$", code, re.MULTILINE)
-    if attn.layer.F <= 64 and name != "taylor3":
-        assert ".local" not in code  # S stays in registers
-    assert not re.findall(r"^\s*call", code, re.MULTILINE)
-    made = assemble(code, cc)
-    if made is not None:
-        registers, spilled = made
-        assert registers * threads <= 65536  # all that a block can have
-        assert spilled == 0
 
 
 def test_the_page_names_what_there_is():

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from linattn_edge import arrays, reference
 from linattn_edge.arrays import flag, whole
-from linattn_edge.errors import ShapeError, StateMismatchError
+from linattn_edge.errors import DeviceError, DtypeError, ShapeError, StateMismatchError
 from linattn_edge.features import MAPS, FeatureMap, restore
 from linattn_edge.kernels import layout
 from linattn_edge.kernels.layout import OK, READ, STEP, WORTH_SHARING, WRITE
@@ -138,8 +138,9 @@ class LinearAttention:
             if track_decay or compensated:
                 raise ValueError("track_decay, compensated: states on a GPU have neither; use backend='cpu'")
             on_gpu = cast(State, CudaState(self.layer, batch_size, dtype))  # it has the same surface
-            if np.any(position):
+            if not (type(position) is int and position == 0):
                 on_gpu.position = position
+                on_gpu._origin[...] = on_gpu.position
             return on_gpu
         state = State(self.layer, batch_size, dtype, track_decay, compensated)
         state.position = position
@@ -206,13 +207,13 @@ class LinearAttention:
         stream: Any = None,
     ) -> None:
         """The first half of a step or a prefill: fold tokens into the state, in place; no query is needed."""
-        k = self._take("k", k)
+        k = _take(self.backend, "k", k)
         self._check_state(state)
         self._run(WRITE, 3 if k.ndim == 3 else 4, None, k, v, state, g, beta, lengths, None, stream)
 
     def read(self, q: ArrayLike, state: State, out: Array | None = None, stream: Any = None) -> Array:
         """The second half: what the state answers to q. The state is left as it is; a sequence reads it T times."""
-        q = self._take("q", q)
+        q = _take(self.backend, "q", q)
         self._check_state(state)
         y = self._run(READ, 3 if q.ndim == 3 else 4, q, None, None, state, None, None, None, out, stream)
         assert y is not None
@@ -228,6 +229,10 @@ class LinearAttention:
 
         ValueError for the other rules: a decay or a later delta write has changed what a token left behind.
         """
+        if self.backend == "cuda":
+            raise ValueError(
+                "remove: the backend 'cuda' has none; use a layer with backend='cpu' and state.to(\"cpu\")"
+            )
         self._check_state(state)
         name, phi = self.layer.rule.name, self.layer.phi
         if name != "linear":
@@ -270,10 +275,6 @@ class LinearAttention:
             return y if code == OK else None
         except (TypeError, KeyError, AttributeError, IndexError):
             return None
-
-    def _take(self, name: str, value: Any) -> Array:
-        """An array as it is where the GPU takes it, else as a NumPy array."""
-        return cast(Array, value) if self.backend == "cuda" and _on_gpu(value) else arrays.real_array(name, value)
 
     def _engine(self) -> "Engine":
         """The layer's kernels on the GPU."""
@@ -352,6 +353,10 @@ class LinearAttention:
                 on_gpu = cast(Any, state)
                 y = gpu.run(self, self._engine(), mode, axes, taken, on_gpu, g, beta, lengths, out, stream)
                 return cast("Array | None", y)
+            for name, value in (("g", g), ("beta", beta), ("lengths or active", lengths), ("out", out)):
+                if _on_gpu(value):
+                    other = next(iter(taken))
+                    raise DtypeError(f"{name}: lies on the GPU, {other} on the CPU; nothing is copied in silence")
         elif stream is not None:
             raise ValueError(f"stream: the backend {self.backend!r} has none")
         given, lead, sizes, T = arrays.token_arrays(taken, self._shapes(), axes, B)
@@ -556,6 +561,8 @@ class LinearAttention:
                 num_threads=num_threads,
                 **options,
             )
+        except DeviceError:
+            raise
         except (KeyError, TypeError, ValueError) as error:
             raise StateMismatchError(f"{Path(path)}: not a readable layer ({error})") from None
         attn.layer.check_metadata(metadata, path)
@@ -579,6 +586,11 @@ def _on_gpu(value: Any) -> bool:
     from linattn_edge import gpu
 
     return gpu.is_device_array(value)
+
+
+def _take(backend: str, name: str, value: Any) -> Array:
+    """An array as it is where the GPU takes it, else as a NumPy array."""
+    return cast(Array, value) if backend == "cuda" and _on_gpu(value) else arrays.real_array(name, value)
 
 
 def make_plan(layer: Layer, kind: str, check_finite: bool, kept: list[Any]) -> NDArray[np.int64]:
@@ -643,7 +655,7 @@ def linear_attention(
     `initial_state` is a State, an array S [B, N, F, V], or a tuple (S, z). The options are those of
     `LinearAttention`; dtype is the state's, float32 or the initial state's unless given.
     """
-    arrays_ = [arrays.real_array(name, a) for name, a in (("q", q), ("k", k), ("v", v))]
+    arrays_ = [_take(backend, name, a) for name, a in (("q", q), ("k", k), ("v", v))]
     for name, a in zip("qkv", arrays_, strict=True):
         if a.ndim != 4:
             raise ShapeError(f"{name}: expected shape [B, T, heads, width], got {list(a.shape)}")

@@ -30,6 +30,7 @@ DeviceArray = Any  # an array of Numba's on the device
 
 INSTALL = 'pip install "linattn-edge[cuda]"'
 OUT_OF_MEMORY = "out of GPU memory"
+_COMPILERS = ("Nvvm", "Nvrtc", "Linker", "CCSupport")  # whose errors begin so
 
 
 def simulated() -> bool:
@@ -78,16 +79,20 @@ def card() -> str:
 
 @contextlib.contextmanager
 def guard() -> Iterator[None]:
-    """What the driver refuses becomes a DeviceError of one line."""
+    """What the driver, its compilers or an allocator refuse becomes a DeviceError of one line."""
     try:
         yield
     except Exception as error:
-        if not type(error).__name__.startswith(("Cuda", "CUDA")) and not isinstance(error, MemoryError):
+        kind, text = type(error).__name__, " ".join(str(error).split())
+        if kind.startswith(_COMPILERS):
+            raise DeviceError(f"no kernel can be compiled: {text or kind}") from error
+        if isinstance(error, MemoryError) or kind == "OutOfMemoryError":  # the second is torch's
+            raise DeviceError(f"the GPU refused: {OUT_OF_MEMORY} ({text or kind})") from error
+        if not kind.startswith(("Cuda", "CUDA")):
             raise
-        text = " ".join(str(error).split())
         if "OUT_OF_MEMORY" in text.upper().replace(" ", "_"):
             text = f"{OUT_OF_MEMORY} ({text})"
-        raise DeviceError(f"the GPU refused: {text}") from error
+        raise DeviceError(f"the GPU refused: {text or kind}") from error
 
 
 def is_device_array(value: Any) -> bool:
@@ -104,7 +109,7 @@ def is_device_array(value: Any) -> bool:
     return bool(value.__dlpack_device__()[0] == 2)  # kDLCUDA
 
 
-def device_array(name: str, value: Any, dtypes: tuple[str, ...] = ("float32",)) -> DeviceArray:
+def device_array(name: str, value: Any, dtypes: tuple[str, ...] = ("float32",), writable: bool = False) -> DeviceArray:
     """`value`, which lies on the GPU, as a Numba device array of the same memory."""
     cuda = require()
     if not is_device_array(value):
@@ -113,7 +118,10 @@ def device_array(name: str, value: Any, dtypes: tuple[str, ...] = ("float32",)) 
         if getattr(value, "__cuda_ndarray__", False):
             array = value
         else:
-            array = cuda.from_cuda_array_interface(_interface(value), owner=value, sync=False)
+            interface = _interface(value)
+            if writable and interface["data"][1]:
+                raise BufferError("it is read-only")
+            array = cuda.from_cuda_array_interface(interface, owner=value, sync=False)
     except (TypeError, ValueError, RuntimeError, BufferError, NotImplementedError) as error:
         reason = " ".join(str(error).split())
         raise DtypeError(f"{name}: expected an array on the GPU, got {type(value).__name__} ({reason})") from None
@@ -185,6 +193,12 @@ def _span(array: DeviceArray) -> tuple[int, int]:
     return start, start + array.size * array.dtype.itemsize
 
 
+def _apart(name: str, here: tuple[int, int], other: str, there: tuple[int, int]) -> None:
+    """Refuse arrays that share memory."""
+    if here[0] < there[1] and there[0] < here[1]:
+        raise ValueError(f"{name}: overlaps {other}; give it memory of its own")
+
+
 class CudaState:
     """A State on the GPU, for layers with `backend="cuda"`: made by their `init_state`, or by `state.to("cuda")`.
 
@@ -193,7 +207,7 @@ class CudaState:
     everything here waits for the GPU. `check()` says whether a token was not finite.
     """
 
-    __slots__ = ("_S", "_dtype", "_fingerprint", "_flags", "_layer", "_positions", "_zs")
+    __slots__ = ("_S", "_dtype", "_fingerprint", "_flags", "_layer", "_origin", "_positions", "_spans", "_zs")
 
     def __init__(self, layer: Layer, batch_size: int, dtype: Any = "float32") -> None:
         B = arrays.whole("batch_size", batch_size, 0)
@@ -210,6 +224,8 @@ class CudaState:
             self._zs = cuda.device_array(copies, np.float32)
             self._positions = cuda.device_array((layer.N * shape.blocks, B), np.int64)
             self._flags = cuda.to_device(np.zeros(kernels.FLAGS, np.int32))
+            self._spans = _span(self._S), _span(self._zs)
+            self._origin = np.zeros(B, np.int64)  # as in State: where the streams began with nothing, or -1
             self.reset()
 
     @property
@@ -245,6 +261,7 @@ class CudaState:
             if source.size:
                 target.copy_to_device(source)
                 self._wait()
+        self._origin[...] = -1
 
     @property
     def position(self) -> NDArray[np.int64]:
@@ -258,6 +275,7 @@ class CudaState:
         host = State(self._layer, self.batch_size)
         host.position = value
         self._set_position(host.position)
+        self._origin[...] = -1
 
     def _set_position(self, position: NDArray[np.int64]) -> None:
         copies = np.tile(position, (self._positions.shape[0], 1))
@@ -317,17 +335,24 @@ class CudaState:
                 if state.z is not None:
                     state.z = self._zs.copy_to_host()[0]
         state.position = self.position
+        state._origin[...] = self._origin
         return state
 
     @classmethod
     def of(cls, state: State) -> "CudaState":
         """A copy of a CPU state on the GPU."""
+        if state._log_decay is not None or state._far_S is not None:
+            raise StateMismatchError(
+                "state: it counts its decays (track_decay) or is compensated, and a state on a GPU can do neither; "
+                "State.from_arrays takes its S and z without"
+            )
         other = cls(state._layer, state.batch_size, state._dtype)
         if state.S.size:
             other.S = state.S
             if state.z is not None:
                 other.z = state.z
         other._set_position(state.position)
+        other._origin[...] = state._origin
         return other
 
     def copy(self) -> "CudaState":
@@ -339,6 +364,7 @@ class CudaState:
                 if mine.size:
                     theirs.copy_to_device(mine)
             self._wait()
+        other._origin[...] = self._origin
         return other
 
     def _pairs(self, other: "CudaState") -> tuple[tuple[Any, Any], ...]:
@@ -378,6 +404,7 @@ class CudaState:
             self._set_position(position)
             if rows is None:
                 self.clear()
+        self._origin[index] = 0
 
     def select(self, rows: Any) -> "CudaState":
         """A new state of the given rows, in that order: beam reorder, fork (repeat a row), drop (leave one out)."""
@@ -392,6 +419,7 @@ class CudaState:
             other._flags.copy_to_device(self._flags)
             self._wait()
         other._set_position(self.position[index])
+        other._origin[...] = self._origin[index]
         return other
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -529,20 +557,23 @@ def run(
             host = arrays.lengths_array(lengths, B, T)
             with guard():
                 counts = require().to_device(host)
+    if mode != READ:  # blocks of threads read them while others write the state
+        for name, array in checked.items():
+            for span in state._spans:
+                _apart(name, _span(array), "the state", span)
     where = stream_of(stream, first)
     y = target = None
     if mode != WRITE:
         shape = (*sizes, layer.outputs, layer.V)
         with guard():
             y = _like(first, shape, where) if out is None else out
-        target = device_array("out", y)
+        target = device_array("out", y, writable=True)
         arrays.check_shape("out", target, f"{lead}, heads, V", shape)
         if out is not None:
-            start, end = _span(target)
-            for name, other in (*checked.items(), ("the state", state._S), ("the state", state._zs)):
-                a, b = _span(other)
-                if start < b and a < end:
-                    raise ValueError(f"out: overlaps {name}; give it memory of its own")
+            here = _span(target)
+            others = [(name, _span(a)) for name, a in checked.items()]
+            for name, span in (*others, *(("the state", span) for span in state._spans)):
+                _apart("out", here, name, span)
     if B * T:
         engine.launch(mode, state, checked, counts, target, T, where)
     return y
@@ -553,11 +584,14 @@ def warmup(attn: "LinearAttention") -> None:
     layer, state = attn.layer, attn.init_state(1)
     widths: dict[str, tuple[int, ...]] = {"q": (layer.H, layer.K), "k": (layer.HK, layer.K), "v": (layer.N, layer.V)}
     for T in (1, 2):
+        if (layer.phi.horizon or T) < T:
+            continue
         q, k, v = (np.zeros((1, T, *width), np.float32) for width in widths.values())
         gate = np.zeros((1, T, layer.N), np.float32)
         g = gate if layer.rule.decay and layer.decay is None else None
         beta = gate if layer.rule.beta else None
         attn.prefill(q, k, v, state, g, beta)
+        state.reset()  # a horizon may be near
         attn.write(k, v, state, g, beta)
         attn.read(q, state)
-        state.reset()  # before a horizon is near
+        state.reset()

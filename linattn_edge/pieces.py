@@ -15,7 +15,7 @@ from linattn_edge import arrays
 from linattn_edge.attention import LinearAttention
 from linattn_edge.errors import NotFiniteError, ShapeError, StateMismatchError
 from linattn_edge.layer import Layer
-from linattn_edge.state import State
+from linattn_edge.state import State, on_cpu
 
 Array = NDArray[Any]
 
@@ -73,6 +73,7 @@ def merge(a: State, b: State) -> State:
 def _both(a: Any, b: Any) -> Layer:
     """The layer that two states have in common, whose states merge."""
     for name, state in (("a", a), ("b", b)):
+        on_cpu(name, state)
         if not isinstance(state, State):
             raise StateMismatchError(f"{name}: expected a State, got {type(state).__name__}")
     layer: Layer = a._layer
@@ -109,6 +110,8 @@ def parallel_prefill(
     It pays for long sequences, and where `num_threads` of the layer does not: with few heads, or few streams.
     """
     n = arrays.whole("num_threads", num_threads, 1, 256)
+    if attn.backend == "cuda":
+        raise ValueError("attn: shares tokens among threads of the CPU; with the backend 'cuda' use attn.prefill")
     attn._check_state(state)
     _both(state, state)
     given = {"q": arrays.real_array("q", q), "k": arrays.real_array("k", k), "v": arrays.real_array("v", v)}

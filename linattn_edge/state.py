@@ -464,6 +464,12 @@ def _origins(text: str | None, position: NDArray[np.int64]) -> NDArray[np.int64]
     return origin if good else np.full(position.shape, -1)
 
 
+def on_cpu(name: str, state: Any) -> None:
+    """Refuse a state that lies on a GPU."""
+    if type(state).__name__ == "CudaState":  # a class that nobody loads who has no GPU
+        raise StateMismatchError(f'{name}: lies on the GPU; use state.to("cpu")')
+
+
 def layer_of(attn: Any) -> Layer:
     """The configuration of a LinearAttention, and of nothing else."""
     layer = getattr(attn, "layer", None)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import linattn_edge as la
+import linattn_export as lx
 from cases import SAMPLES, VARIANTS, make
 from linattn_edge import gpu
 from linattn_edge.errors import DeviceError, DtypeError, NotFiniteError, ShapeError, StateMismatchError
@@ -378,6 +379,202 @@ def test_wrong_device_arrays(small):
 
 
 @simulated
+def test_arrays_that_share_memory_with_the_state(small):
+    """Blocks of threads would read them while others write."""
+    attn = la.LinearAttention(2, 3, backend="cuda")
+    state = attn.init_state(2)
+    (x,) = device(np.ones((2, 2, 3), np.float32))
+    inside = state.S.reshape(36)[:12].reshape(2, 2, 3)
+    with pytest.raises(ValueError, match=r"^v: overlaps the state"):
+        attn.step(x, x, inside, state)
+    with pytest.raises(ValueError, match=r"^k: overlaps the state"):
+        attn.write(state.z, x, state)
+    assert attn.read(inside, state).shape == (2, 2, 3)
+    assert state.position.tolist() == [0, 0]
+
+
+class ReadOnly:
+    """An array on the GPU that may not be written to."""
+
+    def __init__(self, array):
+        self.array = array
+
+    @property
+    def __cuda_array_interface__(self):
+        return self.array.__array_interface__ | {"data": (self.array.ctypes.data, True)}
+
+
+@simulated
+def test_out_that_is_read_only(small):
+    attn = la.LinearAttention(2, 3, backend="cuda")
+    state = attn.init_state(1)
+    x = np.ones((1, 2, 3), np.float32)
+    (d,) = device(x)
+    with pytest.raises(DtypeError, match=r"^out: .*read-only"):
+        attn.step(d, d, d, state, out=ReadOnly(np.zeros((1, 2, 3), np.float32)))
+    assert state.position.tolist() == [0]
+
+
+@simulated
+def test_arrays_on_both_sides(small):
+    """What comes with NumPy arrays is NumPy too."""
+    attn = la.LinearAttention(2, 3, update_rule="gated_delta", backend="cuda")
+    state, x, g = attn.init_state(1), np.ones((1, 2, 3), np.float32), np.zeros((1, 2), np.float32)
+    d, gate, active = device(x, g, np.array([True]))
+    given = {"g": g, "beta": g}
+    for name, more in (
+        ("g", {"g": gate}),
+        ("beta", {"beta": gate}),
+        ("lengths or active", {"active": active}),
+        ("out", {"out": d}),
+    ):
+        with pytest.raises(DtypeError, match=f"^{name}: lies on the GPU, q on the CPU"):
+            attn.step(x, x, x, state, **(given | more))
+    assert state.position.tolist() == [0]
+    y, final = la.linear_attention(*device(*[x[:, None]] * 3), backend="cuda")
+    assert type(y) is type(d) and final.position.tolist() == [1]
+
+
+class CudaAPIError(Exception):
+    """As numba-cuda calls its own."""
+
+
+class NvvmSupportError(ImportError):
+    """Likewise."""
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch calls its own."""
+
+
+@simulated
+def test_what_the_driver_refuses(small, monkeypatch):
+    """One line, and the state as it was."""
+    from numba import cuda
+
+    attn = la.LinearAttention(2, 3, backend="cuda")
+    state, x = attn.init_state(1), np.ones((1, 2, 3), np.float32)
+    (d,) = device(x)
+    attn.step(d, d, d, state)
+    S, seen = state.S.copy_to_host(), state.position
+    on_cpu = state.to("cpu")
+
+    def fails(error):
+        def call(*args, **more):
+            raise error
+
+        return call
+
+    no_memory = CudaAPIError("[2] Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY")
+    calls = {
+        "device_array": [
+            lambda: attn.step(x, x, x, state),
+            lambda: attn.step(d, d, d, state),
+            lambda: attn.init_state(3),
+            state.copy,
+            lambda: state.select([0, 0]),
+            lambda: on_cpu.to("cuda"),
+        ],
+        "to_device": [
+            lambda: attn.step(x, x, x, state),
+            lambda: attn.step(d, d, d, state, active=[True]),
+            lambda: la.LinearAttention(2, 3, backend="cuda").step(d, d, d, state),
+        ],
+    }
+    for name, refused in calls.items():
+        for error in (no_memory, MemoryError(), OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")):
+            with monkeypatch.context() as patch:
+                patch.setattr(cuda, name, fails(error))
+                for call in refused:
+                    with pytest.raises(DeviceError, match=r"^the GPU refused: out of GPU memory \(.+\)$"):
+                        call()
+    for error, words in (
+        (
+            CudaAPIError("[400] cuLaunchKernel:\n CUDA_ERROR_INVALID_HANDLE"),
+            "the GPU refused: .400. cuLaunchKernel: CUDA",
+        ),
+        (NvvmSupportError("libNVVM cannot be found"), "no kernel can be compiled: libNVVM"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu.Engine, "_launcher", fails(error))
+            for call in (lambda: attn.step(x, x, x, state), lambda: attn.step(d, d, d, state)):
+                with pytest.raises(DeviceError, match=f"^{words}"):
+                    call()
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu.Engine, "_launcher", fails(ZeroDivisionError()))
+        with pytest.raises(ZeroDivisionError):  # not the driver's: it stays what it is
+            attn.step(x, x, x, state)
+    np.testing.assert_array_equal(state.S.copy_to_host(), S)
+    np.testing.assert_array_equal(state.position, seen)
+    attn.step(x, x, x, state)
+
+
+@simulated
+def test_what_the_cpu_alone_can_do(small, tmp_path):
+    """Named, in one line."""
+    attn, cpu = la.LinearAttention(2, 3, backend="cuda"), la.LinearAttention(2, 3)
+    state, x = attn.init_state(1), np.ones((1, 600, 2, 3), np.float32)
+    with pytest.raises(ValueError, match=r"^remove: the backend 'cuda' has none"):
+        attn.remove(x[:, 0], x[:, 0], state)
+    with pytest.raises(ValueError, match=r"with the backend 'cuda' use attn.prefill"):
+        la.parallel_prefill(attn, x, x, x, state)
+    with pytest.raises(ValueError, match="not the backend 'cuda'"):
+        la.StreamPool(attn, 2)
+    for a, b, name in ((state, state, "a"), (cpu.init_state(1), state, "b")):
+        with pytest.raises(StateMismatchError, match=f'^{name}: lies on the GPU; use state.to."cpu"'):
+            la.merge(a, b)
+    path = tmp_path / "layer.onnx"
+    lx.export_layer(attn, path)  # the file is of the configuration, whatever the backend
+    with pytest.raises(StateMismatchError, match=r"^state: lies on the GPU"):
+        lx.state_feeds(state, path)
+    assert lx.state_feeds(state.to("cpu"), path)
+    gated = la.LinearAttention(2, 3, update_rule="gated")
+    for counted in (gated.init_state(1, track_decay=True), cpu.init_state(1, compensated=True)):
+        with pytest.raises(StateMismatchError, match=r"^state: it counts its decays"):
+            counted.to("cuda")
+    gated.init_state(1, track_decay=True).save(tmp_path / "counted")
+    with pytest.raises(StateMismatchError, match=r"^state: it counts its decays"):
+        la.State.load(tmp_path / "counted", la.LinearAttention(2, 3, update_rule="gated", backend="cuda"))
+    for name in ("track_decay", "compensated"):
+        with pytest.raises(ValueError, match=r"^track_decay, compensated: "):
+            attn.init_state(1, **{name: True})
+
+
+@simulated
+def test_a_state_knows_where_it_began_on_either_side(small, tmp_path):
+    """What `merge` asks of the later part."""
+    attn, cpu = la.LinearAttention(2, 3, backend="cuda"), la.LinearAttention(2, 3)
+    x = np.random.default_rng(0).standard_normal((2, 3, 2, 3), np.float32)
+    whole, early, late = cpu.init_state(2), cpu.init_state(2), attn.init_state(2, position=[0, 1])
+    cpu.prefill(x, x, x, whole)
+    cpu.prefill(x[:, :2], x[:, :2], x[:, :2], early)
+    attn.prefill(x[:, 2:], x[:, 2:], x[:, 2:], late)
+    late.save(tmp_path / "late")
+    moved = late.to("cpu").to("cuda")
+    for state in (late, late.copy(), moved, pickle.loads(pickle.dumps(late)), late.select([0, 1])):
+        merged = la.merge(early, state.to("cpu"))
+        np.testing.assert_allclose(merged.S, whole.S, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(merged.position, [3, 3])
+    np.testing.assert_array_equal(la.merge(early, la.State.load(tmp_path / "late", cpu)).S, merged.S)
+    late.reset([1])
+    assert la.merge(early, late.to("cpu")).position.tolist() == [3, 2]
+    for name, value in (("S", 0 * whole.S), ("z", 0 * whole.z), ("position", 0)):
+        state = attn.init_state(2)
+        setattr(state, name, np.asarray(value))
+        with pytest.raises(StateMismatchError, match="may have begun with something in it"):
+            la.merge(early, state.to("cpu"))
+    for position in ([0, 0, 0], [0.0, 0.0], -1):
+        with pytest.raises((ValueError, TypeError), match=r"^position: "):
+            attn.init_state(2, position=position)
+
+
+@simulated
+def test_warmup_stays_within_a_horizon(small):
+    for horizon in (1, 2, 3):
+        la.warmup(la.LinearAttention(1, 2, feature_map=la.CosFormer(max_len=horizon), backend="cuda"))
+
+
+@simulated
 def test_numpy_arrays_are_checked_before_the_launch(small):
     c = case("gated", "head", "mha", "cosformer", T=3)
     state = c.start()
@@ -530,6 +727,14 @@ def test_without_the_package(monkeypatch):
     assert str(error.value) == (
         "backend: 'cuda' is not available: the package numba-cuda is missing: pip install \"linattn-edge[cuda]\""
     )
+
+
+def test_a_saved_layer_without_a_gpu(monkeypatch, tmp_path):
+    """The file is good: what is missing is said, not that it can't be read."""
+    la.LinearAttention(2, 4).save(tmp_path / "layer")
+    monkeypatch.setattr(gpu, "why_not", lambda: "no card")
+    with pytest.raises(DeviceError, match="'cuda' is not available: no card"):
+        la.LinearAttention.load(tmp_path / "layer", backend="cuda")
 
 
 def test_without_a_gpu_the_reason_is_one_line():

@@ -11,7 +11,7 @@ from linattn_edge.arrays import check_shape, to_array
 from linattn_edge.errors import DtypeError, NotFiniteError, StateMismatchError
 from linattn_edge.layer import Layer
 from linattn_edge.models import Model, ModelState
-from linattn_edge.state import State, layer_of
+from linattn_edge.state import State, layer_of, on_cpu
 from linattn_export.contract import Carried, Contract, read_contract
 from linattn_export.graph import Array
 
@@ -24,6 +24,7 @@ def state_feeds(state: Any, path: Path) -> dict[str, Array]:
     Raises StateMismatchError where the file is of another layer or model, or fixes another batch size.
     """
     contract = read_contract(path)
+    on_cpu("state", state)
     if not isinstance(state, State | ModelState):
         raise DtypeError(f"state: expected a State or ModelState of linattn_edge, got {type(state).__name__}")
     layers = state.layers if isinstance(state, ModelState) else (state,)

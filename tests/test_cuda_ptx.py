@@ -141,7 +141,7 @@ def everything():
 @pytest.mark.parametrize("case", list(everything()), ids=str)
 def test_ptx_of_everything(compiler, case):
     rule, gate, normalize, layout, name = case
-    attn = make(rule, gate, layout, name, B=1, T=1, K=16, V=32, normalize=normalize).attn
+    attn = make(rule, gate and "head", layout, name, B=1, T=1, K=16, V=32, normalize=normalize).attn
     check(compiler, attn, STEP, False, {None: 0, "head": 1, "channel": attn.layer.F}[gate])
 
 

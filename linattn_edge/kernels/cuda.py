@@ -79,6 +79,14 @@ def shape_of(layer: Layer, mode: int, many: bool) -> Shape | None:
     return Shape(width, parts, rows, rows <= RESIDENT, -(-V // width), piece, sides, threads)
 
 
+def _unsigned(i):
+    return np.uint64(i)
+
+
+def _same(i):
+    return i
+
+
 def _load(a, at):
     return a[at]
 
@@ -220,6 +228,7 @@ def build(layer: Layer, mode: int, width: int, many: bool, ragged: bool, check: 
     size_of, exp = retarget(phi.size_of), retarget(maths.exp32)
     products, divisor = retarget(advance.products), retarget(advance.divisor)
     is_finite, is_within = cuda_device(finite), cuda_device(within)
+    place = cuda_device(_same if cuda_simulated() else _unsigned)  # no index counts from the end: none is asked
 
     def kernel(q, k, v, g, beta, lengths, out, S, z, position, weights, flags, T):
         """All arrays flat; T tokens of each stream, a block of columns of a state head for each block of threads."""
@@ -250,18 +259,18 @@ def build(layer: Layer, mode: int, width: int, many: bool, ragged: bool, check: 
         base = ((b * N + n) * F + first) * V + c
         if RESIDENTS and part < P:
             for i in range(R):
-                own[i] = S[base + i * V] if FULL or i < rows else ZERO
+                own[place(i)] = S[place(base + i * V)] if FULL or i < rows else ZERO
         length = T
         if ragged:
-            length = max(0, min(T, int(lengths[b])))
-        now, moves = position[(n * CB + cb) * B + b], 1
+            length = max(0, min(T, int(lengths[place(b)])))
+        now, moves = position[place((n * CB + cb) * B + b)], 1
         if HORIZON > 0 and me == 0 and now + (length if mode != READ else 0) > HORIZON:
             flags[BEYOND] = 1
         if mode == READ:
             now, moves = now - 1 if now > 0 else 0, 0
         if NORMALIZE:
             for i in range(me, FP, THREADS):
-                zs[i] = z[((cb * B + b) * N + n) * F + i] if i < F else ZERO
+                zs[i] = z[place(((cb * B + b) * N + n) * F + i)] if i < F else ZERO
         if F < FP:
             for i in range(me, FEATURES, THREADS):
                 features[i] = ZERO
@@ -279,9 +288,9 @@ def build(layer: Layer, mode: int, width: int, many: bool, ragged: bool, check: 
                 t = vector // SIDES
                 side = vector - t * SIDES
                 if side < KEY:
-                    value = k[((row + t) * HK + n // KEYS) * K + i]
+                    value = k[place(((row + t) * HK + n // KEYS) * K + i)]
                 else:
-                    value = q[((row + t) * H + n // SHARE * QUERIES + side - KEY) * K + i]
+                    value = q[place(((row + t) * H + n // SHARE * QUERIES + side - KEY) * K + i)]
                 if check and not is_finite(value):
                     flags[NOT_FINITE] = 1
                 raw[x] = value
@@ -293,19 +302,19 @@ def build(layer: Layer, mode: int, width: int, many: bool, ragged: bool, check: 
                         at = (n if CONSTANT else (row + t) * N + n) * width
                         value = ZERO
                         if i < F:
-                            value = g[at + i] if width > 1 else g[at]
+                            value = g[place(at + i)] if width > 1 else g[place(at)]
                         if check and not value <= LARGEST:
                             flags[NOT_FINITE] = 1
                         decays[x] = exp(value)
                 if part < P:
                     for t in range(count):
-                        value = v[((row + t) * N + n) * V + c] if EVEN or c < V else ZERO
+                        value = v[place(((row + t) * N + n) * V + c)] if EVEN or c < V else ZERO
                         if check and not is_finite(value):
                             flags[NOT_FINITE] = 1
                         ys[(t * P + part) * C + col] = value
                 if DELTA:
                     for t in range(me, count, THREADS):
-                        value = beta[(row + t) * N + n]
+                        value = beta[place((row + t) * N + n)]
                         if check and not is_finite(value):
                             flags[NOT_FINITE] = 1
                         betas[t] = value
@@ -409,19 +418,19 @@ def build(layer: Layer, mode: int, width: int, many: bool, ragged: bool, check: 
                             factor = SCALE / divisor(den, EPS, ADD)
                         total = total * factor
                     if EVEN or c < V:
-                        out[((row + t) * OUTPUTS + n * QUERIES + j) * V + c] = total
+                        out[place(((row + t) * OUTPUTS + n * QUERIES + j) * V + c)] = total
                 cuda.syncthreads()
 
         if mode != READ:
             if RESIDENTS and part < P:
                 for i in range(R):
                     if FULL or i < rows:
-                        S[base + i * V] = own[i]
+                        S[place(base + i * V)] = own[place(i)]
             if NORMALIZE:
                 for i in range(me, F, THREADS):
-                    z[((cb * B + b) * N + n) * F + i] = zs[i]
+                    z[place(((cb * B + b) * N + n) * F + i)] = zs[i]
             if me == 0:
-                position[(n * CB + cb) * B + b] += length
+                position[place((n * CB + cb) * B + b)] += length
 
     return kernel, shape
 

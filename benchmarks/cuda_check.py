@@ -3,7 +3,7 @@
 python benchmarks/cuda_check.py [--json FILE] [--quick]
 
 The grid is compared with the float64 oracles of tests/naive.py; the times are those of `linattn-edge bench --device
-cuda`, in fewer turns. What fails is noted, and the rest goes on. Less than five minutes.
+cuda`, in fewer turns. What fails is noted, and the rest goes on. Some five minutes.
 Without a GPU it says why; in Numba's simulator (NUMBA_ENABLE_CUDASIM=1) it runs a small grid only.
 """
 

@@ -94,7 +94,7 @@ def lifecycle(H: int, D: int, rounds: int) -> Figures:
     marked, plain = pool.open(), pool.open()
     given = tokens(attn, 1)
     out = np.empty_like(given[2])
-    image, other = np.ones(pool._words), np.ones(pool._words)
+    image, other = np.ones(pool._slab.words), np.ones(pool._slab.words)
     made: list[int] = []
     found = least(
         {

@@ -28,21 +28,23 @@ Taken = Callable[[Ids], AbstractContextManager[Records]]
 class LayerStreams:
     """How streams of a layer are kept and stepped."""
 
-    def __init__(self, attn: LinearAttention, dtype: DTypeLike, window: int) -> None:
+    def __init__(self, attn: LinearAttention, dtype: DTypeLike, window: int, compensated: bool) -> None:
         if attn.backend != "cpu":
             raise ValueError(f"layer_or_model: a pool runs compiled kernels, not the backend {attn.backend!r}")
         self.attn, self.layer, self.window = attn, attn.layer, window
-        self.dtype = state_dtype(dtype)
-        self.parts, S, z, self.size = place_layer(self.layer, self.dtype, "", layout.RECORD * 8)
+        empty = State(attn.layer, 0, dtype, compensated=compensated)
+        self.dtype, self.kind, self.compensated = empty._dtype, empty._kind, compensated
+        self.parts, places = place_layer(empty, "", layout.RECORD * 8)
+        self.size = places.end
         self.positions = [0]
-        self.headers = [job_header(self.layer, self.dtype, 0, S, z, window)]
-        self.metadata = self.layer.metadata() | {"dtype": self.dtype}
+        self.headers = [job_header(empty, 0, places, window)]
+        self.metadata = self.layer.metadata() | {"dtype": self.dtype, "compensated": str(compensated)}
         self.real = np.dtype(compute_dtype(self.dtype))
         H = self.headers[0]
         numbers = H[layout.HK] * H[layout.K] + H[layout.N] * (self.layer.V + self.layer.F + 1)
         self.image_at = window * 8 + -(-window * int(numbers) * self.real.itemsize // 8) * 8
-        attn._prepare(self.dtype)
-        _, self.plan, no_g, no_beta, self._kept = attn._entries[self.dtype]
+        attn._prepare(self.kind)
+        _, self.plan, no_g, no_beta, self._kept = attn._entries[self.kind]
         self.no_g, self.no_beta = no_g, no_beta
         self.constant = np.array(no_g.reshape(-1))
         self.entry: Callable[..., int] | None = None
@@ -136,19 +138,19 @@ class LayerStreams:
             self.jobs.append(job)
 
     def new_state(self) -> State:
-        return State(self.layer, 1, self.dtype)
+        return State(self.layer, 1, self.dtype, compensated=self.compensated)
 
     def arrays_of(self, state: Any) -> tuple[int, list[Array]]:
         """Position and parts of a State of one stream."""
         self.attn._check_state(state)
-        if state._dtype != self.dtype:
-            raise StateMismatchError(f"state: expected one of {self.dtype}, as the pool is, got {state._dtype}")
-        return int(state.position[0]), [state.S[0], *([] if state.z is None else [state.z[0]])]
+        if state._kind != self.kind:
+            raise StateMismatchError(f"state: expected one of {self.kind}, as the pool is, got {state._kind}")
+        return int(state.position[0]), [part[0] for part in state._parts()]
 
     def fill(self, state: Any, position: int, parts: list[Array]) -> None:
-        state.S, state.position = parts[0][None], position
-        if state.z is not None:
-            state.z = parts[1][None]
+        for target, part in zip(state._parts(), parts, strict=True):
+            target[0] = part
+        state.position = position  # which forgets where the stream began, as the pool does
 
 
 @dataclass
@@ -163,11 +165,13 @@ class _Row:
 class ModelStreams:
     """How streams of a model are kept and stepped."""
 
-    dtype = "float32"
+    dtype = kind = "float32"
 
-    def __init__(self, model: Model, dtype: DTypeLike, window: int) -> None:
+    def __init__(self, model: Model, dtype: DTypeLike, window: int, compensated: bool) -> None:
         if state_dtype(dtype) != "float32":
             raise ValueError(f"dtype: the states of a model are float32; got {dtype!r}")
+        if compensated:
+            raise ValueError("compensated: of a pool of a layer; a model's states are in one part")
         self.model, self.window = model, window
         self.parts: list[Part] = []
         self.headers, self.positions = [], []
@@ -177,10 +181,11 @@ class ModelStreams:
         for i, (layer, past) in enumerate(zip(model.layers, model.convolutions, strict=True)):
             position_at = 0 if i == 0 else (layout.RECORD + i) * 8
             self.positions.append(position_at // 8)
-            parts, S, z, at = place_layer(layer, self.dtype, f"layers.{i}.", at)
+            empty = State(layer, 0, self.dtype)
+            parts, places = place_layer(empty, f"layers.{i}.", at)
             self.parts += parts
-            self.headers.append(job_header(layer, self.dtype, position_at, S, z, 0))
-            start = at
+            self.headers.append(job_header(empty, position_at, places, 0))
+            start = at = places.end
             for j, (channels, kept) in enumerate(past):
                 self.places[i * program.PLACES + 1 + j] = at
                 at += channels * kept * 4

@@ -3,14 +3,13 @@
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from linattn_edge import snapshots
 from linattn_edge.kernels import layout, program
-from linattn_edge.layer import Layer
 from linattn_edge.state import State
 
 Array = NDArray[Any]
@@ -48,22 +47,38 @@ def aligned_bytes(nbytes: int) -> NDArray[np.uint8]:
     return raw[start : start + nbytes]
 
 
-def place_layer(layer: Layer, dtype: str, prefix: str, at: int) -> tuple[list[Part], int, int, int]:
-    """Where S and z of a layer go in a record from byte `at` on: the parts, the places of S and z, and their end."""
-    empty = State(layer, 0, dtype)
-    VP = layout.padded(layer.V)
-    S = Part(snapshots.Row(f"{prefix}S", empty.dtype, (layer.N, layer.F, layer.V)), at, (layer.N, layer.F, VP))
-    z_at = at + aligned(layer.N * layer.F * VP * empty.dtype.itemsize)
-    if empty.z is None:
-        return [S], at, z_at, z_at
-    z = Part(snapshots.Row(f"{prefix}z", empty.z.dtype, (layer.N, layer.F)), z_at, (layer.N, layer.F))
-    return [S, z], at, z_at, z_at + aligned(z.row.nbytes)
+class Places(NamedTuple):
+    """Where what a layer keeps begins in a record, and where it ends: bytes. The totals are of a compensated state."""
+
+    S: int
+    z: int
+    S_total: int
+    z_total: int
+    end: int
 
 
-def job_header(layer: Layer, dtype: str, position_at: int, S: int, z: int, window: int) -> NDArray[np.int64]:
+def place_layer(empty: State, prefix: str, at: int) -> tuple[list[Part], Places]:
+    """Lay out a state such as `empty` from byte `at` on."""
+    parts: list[Part] = []
+    begins: list[int] = []
+    arrays = empty._S, empty._z, empty._far_S, empty._far_z
+    for name, array in zip(Places._fields, arrays, strict=False):
+        begins.append(at)
+        if array is None:
+            continue
+        shape = array.shape[1:]
+        stored = (*shape[:-1], layout.padded(shape[-1])) if "S" in name else shape
+        parts.append(Part(snapshots.Row(prefix + name, array.dtype, shape), at, stored))
+        at += aligned(int(np.prod(stored, dtype=np.int64)) * array.itemsize)
+    return parts, Places._make([*begins, at])
+
+
+def job_header(empty: State, position_at: int, places: Places, window: int) -> NDArray[np.int64]:
     """The header of a job on records, its scratch right behind."""
-    header = State(layer, 0, dtype)._block[: layout.HEADER * 8].view(np.int64).copy()
-    header[[layout.AT_POSITION, layout.AT_S, layout.AT_Z]] = position_at, S, z
+    header = empty._block[: layout.HEADER * 8].view(np.int64).copy()
+    header[[layout.AT_POSITION, layout.AT_S, layout.AT_Z]] = position_at, places.S, places.z
+    if empty._far_S is not None:
+        header[[layout.AT_FAR_S, layout.AT_FAR_Z]] = places.S_total, places.z_total
     header[layout.AT_WORK], header[layout.WINDOW] = layout.HEADER * 8, window
     return header
 
@@ -155,12 +170,12 @@ class Records:
     `keep` gets the tokens that have been written to them: for the journals of streams with a checkpoint.
     """
 
-    def __init__(self, slab: Slab, job: Job, count: int, dtype: str, keep: Keep) -> None:
+    def __init__(self, slab: Slab, job: Job, count: int, dtype: str, kind: str, keep: Keep) -> None:
         self.batch_size = count
         self._keep = keep
         self._streams = job.streams[:count]
         self._block, self._scratch = job.block, job.scratch
-        self._dtype = self._kind = dtype
+        self._dtype, self._kind = dtype, kind
         self._bytes = slab.words * 8 * count
         for header in job.headers:
             header[layout.B] = count

@@ -57,6 +57,7 @@ class StreamPool:
             default `capacity`: then opening one more raises PoolFullError.
         dtype: of the states, as in `init_state`.
         window: tokens that a checkpoint keeps: how far back `rollback` goes.
+        compensated: sums in two parts, as in `init_state`: for streams of a "linear" layer that go on for ever.
 
     An id is a Python int that names one stream of one pool, once: after `close` it is an error (StaleStreamError), for
     ever. `len(pool)`, `id in pool` and iteration (over the ids of open streams) look at what is open now.
@@ -74,15 +75,17 @@ class StreamPool:
         max_capacity: int | None = None,
         dtype: DTypeLike = "float32",
         window: int = 16,
+        compensated: bool = False,
     ) -> None:
         capacity = arrays.whole("capacity", capacity, 1, MOST_STREAMS)
         most = capacity if max_capacity is None else arrays.whole("max_capacity", max_capacity, capacity, MOST_STREAMS)
         window = arrays.whole("window", window, 1, 1 << 20)
+        compensated = arrays.flag("compensated", compensated)
         self._kind: LayerStreams | ModelStreams
         if isinstance(layer_or_model, LinearAttention):
-            self._kind = LayerStreams(layer_or_model, dtype, window)
+            self._kind = LayerStreams(layer_or_model, dtype, window, compensated)
         elif isinstance(layer_or_model, Model):
-            self._kind = ModelStreams(layer_or_model, dtype, window)
+            self._kind = ModelStreams(layer_or_model, dtype, window, compensated)
         else:
             raise TypeError(f"layer_or_model: expected a LinearAttention or Model, got {type(layer_or_model).__name__}")
         self.window, self.max_capacity = window, most
@@ -449,7 +452,7 @@ class StreamPool:
         try:
             room, take = job.room(ids.size), self._slab.entry("take")
             self._check(self._wait(lambda: take(ids, self._slab.table, room, self._slab.words)), ids)
-            records = Records(self._slab, job, ids.size, self._kind.dtype, self._kind.keep)
+            records = Records(self._slab, job, ids.size, self._kind.dtype, self._kind.kind, self._kind.keep)
             try:
                 yield records
             finally:

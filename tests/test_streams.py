@@ -63,9 +63,8 @@ def row(given, i):
 
 def same(pool, id_, state):
     got = pool.state(id_)
-    np.testing.assert_array_equal(got.S, state.S)
-    if state.z is not None:
-        np.testing.assert_array_equal(got.z, state.z)
+    for mine, theirs in zip(got._parts(), state._parts(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
     np.testing.assert_array_equal(got.position, state.position)
 
 
@@ -155,6 +154,49 @@ def test_state_dtypes(dtype, tmp_path):
     same(pool, id_, kept)
     with pytest.raises(StateMismatchError, match=dtype):
         pool.open(attn.init_state(1))
+
+
+@pytest.mark.nojit
+@pytest.mark.parametrize("normalize", [True, False])
+def test_streams_in_two_parts(normalize, tmp_path):
+    attn = layer("linear", normalize=normalize)
+    pool, T = la.StreamPool(attn, 3, compensated=True), 40  # the totals are added to every 32 tokens
+    ids, lengths = [pool.open(), pool.open()], np.array([T, T - 3])
+    states = [attn.init_state(compensated=True) for _ in ids]
+    given = tokens(attn, 2, T)
+    y = pool.prefill(ids, **given, lengths=lengths)
+    for i, state in enumerate(states):
+        want = attn.prefill(**row(given, i), state=state, lengths=lengths[i : i + 1])
+        np.testing.assert_array_equal(y[i], want[0])
+    fork = pool.fork(ids[1])
+    for turn in range(30):
+        given = tokens(attn, 2, None, turn)
+        y = pool.step([ids[0], fork], **given)
+        if turn < 20:
+            np.testing.assert_array_equal(y[:1], attn.step(**row(given, 0), state=states[0]))
+        np.testing.assert_array_equal(y[1:], attn.step(**row(given, 1), state=states[1]))
+        if turn == 14:
+            pool.checkpoint(ids[0])
+    pool.rollback(ids[0], 10)
+    pool.save(tmp_path / "p")
+    again = la.StreamPool(attn, 3, compensated=True)
+    now = again.load(tmp_path / "p")
+    for id_, state in zip((ids[0], fork), states, strict=True):
+        same(pool, id_, state)
+        same(again, now[id_], state)
+    with pytest.raises(SnapshotError, match="compensated is 'True' in the file, 'False' here"):
+        la.StreamPool(attn, 3).load(tmp_path / "p")
+    with pytest.raises(StateMismatchError, match="float32 in two parts, as the pool is, got float32"):
+        pool.open(attn.init_state())
+
+
+def test_only_sums_come_in_two_parts():
+    with pytest.raises(ValueError, match="'gated' forgets"):
+        la.StreamPool(layer("gated"), 1, compensated=True)
+    with pytest.raises(ValueError, match="compensated: expected True or False"):
+        la.StreamPool(layer("linear"), 1, compensated=1)
+    with pytest.raises(ValueError, match="compensated: of a pool of a layer"):
+        la.StreamPool(la.load_model(), 1, compensated=True)
 
 
 @pytest.mark.nojit
@@ -629,11 +671,11 @@ class Streams(RuleBasedStateMachine):
 
     folder: Path
 
-    @initialize(name=st.sampled_from(RULES), seed=st.integers(0, 2**31))
-    def begin(self, name, seed):
-        self.attn = layer(name)
+    @initialize(name=st.sampled_from(RULES), seed=st.integers(0, 2**31), long=st.booleans())
+    def begin(self, name, seed, long):
+        self.attn, self.long = layer(name), long and name == "linear"
         self.rng = np.random.default_rng(seed)
-        self.pool = la.StreamPool(self.attn, 2, 12, window=4)
+        self.pool = la.StreamPool(self.attn, 2, 12, window=4, compensated=self.long)
         self.states, self.marks, self.gone, self.file = {}, {}, [], None
 
     def some(self):
@@ -650,7 +692,7 @@ class Streams(RuleBasedStateMachine):
             return
         id_ = self.pool.open()
         assert id_ not in self.states and id_ not in self.gone
-        self.states[id_] = self.attn.init_state()
+        self.states[id_] = self.attn.init_state(compensated=self.long)
 
     @precondition(lambda self: self.states)
     @rule()
@@ -673,7 +715,7 @@ class Streams(RuleBasedStateMachine):
     def reset(self):
         id_ = self.one()
         self.pool.reset(id_)
-        self.states[id_] = self.attn.init_state()
+        self.states[id_] = self.attn.init_state(compensated=self.long)
         self.marks.pop(id_, None)
 
     @rule(T=st.sampled_from([None, None, None, 1, 3, 6]))

@@ -20,9 +20,11 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from measure import Missing, Yardstick, alternate, machine, timed
+from yardstick import Yardstick
 
 import linattn_edge as la
+from linattn_edge.bench.machine import machine
+from linattn_edge.bench.turns import Missing, alternate, timed
 from linattn_edge.pieces import cuts
 
 STREAMS = 256

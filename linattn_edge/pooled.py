@@ -14,15 +14,16 @@ from numpy.typing import DTypeLike, NDArray
 
 from linattn_edge import arrays, snapshots
 from linattn_edge.attention import LinearAttention
-from linattn_edge.errors import StateMismatchError
+from linattn_edge.errors import SnapshotError, StateMismatchError
 from linattn_edge.kernels import layout, program
 from linattn_edge.kernels.layout import LAPSED, OK, REFUSED, STEP, WORTH_SHARING
 from linattn_edge.layer import FORMAT_VERSION
 from linattn_edge.models import Model, ModelState
 from linattn_edge.records import NO_IDS, Array, Ids, Job, Part, Records, Slab, aligned, job_header, place_layer
-from linattn_edge.state import State, compute_dtype, state_dtype
+from linattn_edge.state import LAST_POSITION, State, compute_dtype, state_dtype
 
 Taken = Callable[[Ids], AbstractContextManager[Records]]
+Checked = tuple[dict[str, Any], tuple[int, ...], "np.dtype[Any]"]
 
 
 class LayerStreams:
@@ -107,6 +108,22 @@ class LayerStreams:
         assert y is not None
         return y
 
+    def checked(self, axes: int, given: dict[str, Any], out: Array | None, B: int) -> Checked:
+        """What can be said of a call before its streams are taken: errors that are not those of one row, the inputs as
+        arrays, and shape and dtype of y."""
+        inputs, shape = self.attn._checked(axes, given, B, out, {})
+        return inputs, shape, arrays.output_dtype(inputs["q"])
+
+    def check_metadata(self, path: Any, metadata: dict[str, str]) -> None:
+        """Refuse a file that another layer's pool wrote, or one of states of another kind."""
+        try:
+            self.layer.check_metadata(metadata, path)
+        except StateMismatchError as error:
+            raise SnapshotError(str(error)) from None
+        for name, value in self.metadata.items():
+            if name not in self.layer.metadata() and metadata.get(name) != value:
+                raise SnapshotError(f"{path}: {name} is {metadata.get(name)!r} in the file, {value!r} here")
+
     def wrong(self, axes: int, given: dict[str, Any], lengths: Any, position: Ids) -> dict[int, ValueError]:
         """The rows that would be refused, and why."""
         ready = {n: arrays.as_dtype(arrays.real_array(n, a), self.real) for n, a in given.items() if a is not None}
@@ -117,7 +134,7 @@ class LayerStreams:
             length = None if lengths is None else lengths[row : row + 1]
             try:
                 if self.attn.check_finite:
-                    arrays.check_finite(mine, length)
+                    arrays.check_finite(mine, length, one=True)
                 self.attn._check_phi(STEP, _Row(position[row : row + 1], self.dtype), mine, length)  # type: ignore[arg-type]
             except ValueError as error:
                 found[row] = error
@@ -145,12 +162,18 @@ class LayerStreams:
         self.attn._check_state(state)
         if state._kind != self.kind:
             raise StateMismatchError(f"state: expected one of {self.kind}, as the pool is, got {state._kind}")
-        return int(state.position[0]), [part[0] for part in state._parts()]
+        return checked_position(state), [part[0] for part in state._parts()]
 
     def fill(self, state: Any, position: int, parts: list[Array]) -> None:
         for target, part in zip(state._parts(), parts, strict=True):
             target[0] = part
         state.position = position  # which forgets where the stream began, as the pool does
+
+
+def checked_position(state: Any) -> int:
+    """The position of a state of one stream; refused where it can't be one."""
+    position = int(state.position[0]) if state.position.size else 0
+    return arrays.whole("state: position", position, 0, LAST_POSITION)
 
 
 @dataclass
@@ -209,22 +232,33 @@ class ModelStreams:
         return REFUSED  # there is one way to step a model, `run`
 
     def run(self, records: Records, axes: int, given: dict[str, Any], lengths: Any, out: Any) -> Array:
-        tokens = self.model._ids(given["tokens"], records.batch_size, axes - 2)
-        given["tokens"] = tokens
+        self.checked(axes, given, out, records.batch_size)
+        given["tokens"] = tokens = self.model._ids(given["tokens"], records.batch_size, axes - 2, lengths)
         if axes == 3:
             y = self.model._step(tokens, records)
         else:
-            if lengths is not None:
-                lengths = arrays.lengths_array(lengths, *tokens.shape)
             y = self.model._prefill(tokens, records, lengths, given["logits"])
-        if out is not None:
-            arrays.check_out(out, y.shape, "B, vocab", np.dtype(np.float32))
-            out[...] = y
-            return out
-        return y
+        if out is None:
+            return y
+        out[...] = y
+        return out
 
     def keep(self, records: Records, given: dict[str, Array], lengths: NDArray[np.int64] | None) -> None:
         """Nothing: `release` keeps the tokens."""
+
+    def checked(self, axes: int, given: dict[str, Any], out: Array | None, B: int) -> Checked:
+        tokens = self.model._token_array(given["tokens"], B, axes - 2)
+        shape = *tokens.shape, self.model.vocab_size
+        if given.get("logits") == "last":
+            shape = B, self.model.vocab_size
+        dtype = np.dtype(np.float32)
+        if out is not None:
+            arrays.check_out(out, shape, "B, T, vocab" if len(shape) == 3 else "B, vocab", dtype)
+        return given | {"tokens": tokens}, shape, dtype
+
+    def check_metadata(self, path: Any, metadata: dict[str, str]) -> None:
+        if any(metadata.get(name) != value for name, value in self.metadata.items()):
+            raise SnapshotError(f"{path}: belongs to another model, a layer or another version")
 
     def wrong(self, axes: int, given: dict[str, Any], lengths: Any, position: Ids) -> dict[int, ValueError]:
         """The rows that would be refused, and why."""
@@ -233,7 +267,7 @@ class ModelStreams:
         for row in range(position.size):
             mine = tokens[row : row + 1]
             try:
-                self.model._ids(mine if lengths is None or axes == 3 else mine[:, : lengths[row]], 1, axes - 2)
+                self.model._ids(mine, 1, axes - 2, None if lengths is None else lengths[row : row + 1])
             except ValueError as error:
                 found[row] = error
         return found
@@ -269,7 +303,7 @@ class ModelStreams:
             parts += [layer.S[0], *([] if layer.z is None else [layer.z[0]])]
             if past:
                 parts.append(np.concatenate([a[0] for a in past]))
-        return int(state.position[0]), parts
+        return checked_position(state), parts
 
     def fill(self, state: Any, position: int, parts: list[Array]) -> None:
         rest = iter(parts)

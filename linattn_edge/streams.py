@@ -9,7 +9,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,9 +19,9 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from linattn_edge import arrays, snapshots
 from linattn_edge.attention import LinearAttention
 from linattn_edge.errors import (
+    DtypeError,
     PoolFullError,
     ShapeError,
-    SnapshotError,
     StaleStreamError,
     StreamError,
 )
@@ -107,11 +108,14 @@ class StreamPool:
             if state.batch_size != 1:
                 raise ShapeError(f"state: expected one stream, got {state.batch_size}")
         slot = self._slot()
-        id_ = self._begin(slot)
-        if given is not None:
-            with self._taken(np.array([id_], np.int64)):
-                self._put(id_, *given)
-        return id_
+        if given is None:
+            return self._begin(slot)
+        try:
+            self._put(slot, *given)
+        except BaseException:
+            self._free.append(slot)
+            raise
+        return self._begin(slot, filled=True)
 
     def close(self, id: int) -> None:
         """End a stream: its id is an error from now on, its slot is free. Takes the same time whatever its size."""
@@ -122,13 +126,16 @@ class StreamPool:
         self._free.append(slot)
 
     def reset(self, id: int) -> None:
-        """Put a stream back to the beginning, under the same id. A checkpoint of it is dropped."""
+        """Put a stream back to the beginning, under the same id. A checkpoint of it is void; its memory stays with the
+        stream."""
         self._renew(self._one(id), 0)
 
     def fork(self, id: int) -> int:
         """A new stream that goes on from where this one is; its checkpoint is not taken along. Returns the new id."""
         if type(id) is not int or not 0 <= id < 2**63:
             id = int(self._one(id)[0])
+        if not self._free and id not in self:  # then there is nothing to make room for
+            self._check(STALE, np.array([id], np.int64))
         fork, slot = self._slab.entry("fork"), self._slot()
         new = int(fork(id, slot, self._slab.table, self._slab.words))
         if new > 0:
@@ -169,11 +176,11 @@ class StreamPool:
         and the result is (y, refused): 0 in the rows left out, and their ids.
         """
         self._check_skip(on_error)
-        ids = self._ids(ids)
-        code = self._kind.step(self._slab, ids, q, k, v, g, beta, out)
+        numbers = self._ids(ids)
+        code = self._kind.step(self._slab, numbers, q, k, v, g, beta, out)
         if isinstance(code, np.ndarray):
             return code if on_error == "raise" else (code, [])
-        return self._run(ids, 3, self._given(q, k, v, g, beta), None, out, on_error)
+        return self._run(numbers, 3, self._given(q, k, v, g, beta), None, out, on_error, ids)
 
     def prefill(
         self,
@@ -196,25 +203,27 @@ class StreamPool:
         given = self._given(q, k, v, g, beta)
         if "tokens" in given:
             given["logits"] = logits
-        return self._run(self._ids(ids), 4, given, lengths, out, on_error)
+        return self._run(self._ids(ids), 4, given, lengths, out, on_error, ids)
 
     # rewinding
 
     def checkpoint(self, id: int) -> None:
         """Remember the state of a stream, so that `rollback` can take back tokens that follow, up to `window` of them.
 
-        One copy of the state, and memory for one more; a step of the stream then also keeps its token. A later
-        checkpoint replaces it.
+        One copy of the state, and memory for one more, until the stream is closed; a step of the stream then also keeps
+        its token. A later checkpoint replaces it.
         """
         ids = self._one(id)
         slot = int(ids[0]) & (MOST_STREAMS - 1)
+        # Whatever address a record gets is that of the journal in the dict, from before until the stream is closed.
         journal = self._journals.get(slot)
         if journal is None:
-            journal = aligned_bytes(self._kind.image_at + self._slab.words * 8)
+            if ids[0] not in self:
+                self._check(STALE, ids)
+            journal = self._journals.setdefault(slot, aligned_bytes(self._kind.image_at + self._slab.words * 8))
         mark = self._slab.entry("mark")
         address, at = journal.ctypes.data, self._kind.image_at
         self._insist(ids, lambda room: mark(ids, self._slab.table, room, address, at, self._slab.words))
-        self._journals[slot] = journal
 
     def rollback(self, id: int, n: int) -> None:
         """Take back the last n tokens of a stream since its checkpoint, which stays.
@@ -250,49 +259,46 @@ class StreamPool:
         """Tokens that a stream has seen."""
         return self._image(id)[0]
 
-    def save(self, path: str | os.PathLike[str], ids: Sequence[int] | None = None) -> None:
+    def save(self, path: str | os.PathLike[str], ids: Iterable[int] | None = None) -> None:
         """Write streams, by default all that are open, to one file, atomically: whatever happens meanwhile, `path` is
         the old file or the new one.
 
         Each stream is copied at a moment of its own, between two of its tokens; others may be stepped meanwhile.
-        Checkpoints are not saved.
+        Without `ids`, streams that are closed before their turn comes are left out. Checkpoints are not saved.
         """
-        chosen = list(self) if ids is None else [int(i) for i in self._ids(ids)]
-        self._check_twice(np.array(chosen, np.int64))
-        rows = [part.row for part in self._kind.parts]
-        snapshots.write(path, self._kind.metadata, rows, chosen, (self._image(id_) for id_ in chosen))
+        chosen = list(self) if ids is None else self._chosen(ids)
 
-    def load(self, path: str | os.PathLike[str], ids: Sequence[int] | None = None) -> dict[int, int]:
+        def images() -> Iterator[tuple[int, int, list[Array]]]:
+            for id_ in chosen:
+                try:
+                    yield id_, *self._image(id_)
+                except StaleStreamError:
+                    if ids is not None:
+                        raise
+
+        rows = [part.row for part in self._kind.parts]
+        snapshots.write(path, self._kind.metadata, rows, len(chosen), images())
+
+    def load(self, path: str | os.PathLike[str], ids: Iterable[int] | None = None) -> dict[int, int]:
         """Open the streams of a file, all or those with these ids, and return {id when saved: id now}.
 
         SnapshotError where the file is damaged, cut, or of another layer or model, PoolFullError where there is no
         room: then none is opened.
         """
-        made: dict[int, int] = {}
-
-        def check(metadata: dict[str, str]) -> None:
-            for name, value in self._kind.metadata.items():
-                if metadata.get(name) != value:
-                    raise SnapshotError(
-                        f"{path}: belongs to another layer, model or format: {name} is {metadata.get(name)!r} in the "
-                        f"file, {value!r} here"
-                    )
+        slots: dict[int, int] = {}  # by id when saved; nobody sees these streams before all are there
 
         def take(id_: int, position: int, parts: list[Array]) -> None:
-            made[id_] = now = self._begin(self._slot())
-            with self._taken(np.array([now], np.int64)):
-                self._put(now, position, parts)
+            slots[id_] = slot = self._slot()
+            self._put(slot, position, parts)
 
-        wanted = None if ids is None else [int(i) for i in self._ids(ids)]
-        if wanted is not None:
-            self._check_twice(np.array(wanted, np.int64))
+        wanted = None if ids is None else self._chosen(ids)
         try:
+            check = partial(self._kind.check_metadata, path)
             snapshots.read(path, check, [part.row for part in self._kind.parts], wanted, take)
         except BaseException:
-            for now in made.values():
-                self.close(now)
+            self._free.extend(slots.values())
             raise
-        return made
+        return {id_: self._begin(slot, filled=True) for id_, slot in slots.items()}
 
     # looking
 
@@ -315,23 +321,23 @@ class StreamPool:
     def __contains__(self, id: object) -> bool:
         if isinstance(id, (bool, np.bool_)) or not isinstance(id, (int, np.integer)) or not 0 <= id < 2**63:
             return False
-        slot = int(id) & (MOST_STREAMS - 1)
-        return bool(
-            slot < self.capacity and self._slab.field(int(id), layout.GENERATION) == int(id) >> layout.SLOT_BITS
-        )
+        generation, slot = int(id) >> layout.SLOT_BITS, int(id) & (MOST_STREAMS - 1)
+        there = slot < self.capacity and generation % 2 == 1
+        return there and self._slab.field(int(id), layout.GENERATION) == generation
 
     def statistics(self) -> PoolStatistics:
         """How many streams there are and have been, and what they take."""
-        opened = closed = tokens = 0
+        opened = closed = tokens = checkpoints = 0
         for _, fields in self._slab.fields():
             seen = fields[:, layout.GENERATION] - self._slab.before
             opened += int(((seen + 1) // 2).sum())
             closed += int((seen // 2).sum())
             alive = (seen % 2 == 1) & (fields[:, layout.FRESH] == 0)
             tokens += int(fields[alive, layout.POSITION].sum())
+            checkpoints += int((fields[seen % 2 == 1, layout.JOURNAL] != 0).sum())
         journals = list(self._journals.values())
         nbytes = self._slab.nbytes + sum(a.nbytes for a in journals)
-        return PoolStatistics(opened - closed, self.capacity, opened, closed, tokens, len(journals), nbytes)
+        return PoolStatistics(opened - closed, self.capacity, opened, closed, tokens, checkpoints, nbytes)
 
     def __repr__(self) -> str:
         return f"StreamPool({len(self)} of {self.capacity} streams, {self._slab.words * 8} bytes each)"
@@ -356,16 +362,19 @@ class StreamPool:
                         ) from None
                     self._free.extend(self._slab.grow(min(self.capacity, self.max_capacity - self.capacity)))
 
-    def _begin(self, slot: int) -> int:
-        """Open the stream of a free slot."""
-        return int(self._slab.entry("begin")(slot, self._slab.table))
+    def _begin(self, slot: int, filled: bool = False) -> int:
+        """Open the stream of a slot that nobody else has: with nothing, or with what `_put` has filled in."""
+        return int(self._slab.entry("begin")(slot, self._slab.table, int(filled)))
 
-    def _put(self, id: int, position: int, parts: list[Array]) -> None:
-        """Fill the record of a stream that has been taken."""
-        record = self._slab.record(id)
+    def _put(self, slot: int, position: int, parts: list[Array]) -> None:
+        """Fill the record of a slot that nobody else has."""
+        record = self._slab.record(slot)
+        record[layout.RECORD * 8 :] = 0
         for part, value in zip(self._kind.parts, parts, strict=True):
             part.view(record)[...] = value
-        record[: self._kind.parts[0].at].view(np.int64)[self._kind.positions] = position
+        fields = record[: self._kind.parts[0].at].view(np.int64)
+        fields[self._kind.positions] = position
+        fields[layout.FRESH] = 0
 
     def _image(self, id: int) -> tuple[int, list[Array]]:
         """Position and parts of a stream: copies."""
@@ -382,21 +391,33 @@ class StreamPool:
         self._insist(ids, lambda room: renew(ids, self._slab.table, room, close))
 
     def _one(self, id: Any) -> Ids:
+        if isinstance(id, np.ndarray) and id.ndim == 0:
+            id = id[()]
         if isinstance(id, (bool, np.bool_)) or not isinstance(id, (int, np.integer)):
-            raise StaleStreamError(f"id: expected a stream's id, a whole number, got {id!r}")
-        if not 0 <= id < 2**63:
-            raise StaleStreamError(f"stream {id} is not open in this pool: its id was never given out")
-        return np.array([id], np.int64)
+            raise DtypeError(f"id: expected a stream's id, a whole number, got {id!r}")
+        return np.array([id if 0 <= id < 2**63 else -1], np.int64)
 
     def _ids(self, ids: Any) -> Ids:
+        """Ids as int64; -1, which no stream has, for numbers that are none."""
         if isinstance(ids, np.ndarray) and ids.dtype == np.int64 and ids.ndim == 1 and ids.flags.c_contiguous:
             return ids
         array = arrays.to_array("ids", ids)
-        if array.dtype == object and array.ndim == 1 and all(isinstance(i, int) for i in array):
-            raise StaleStreamError("ids: not all are open in this pool: some are no int64")
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise ShapeError(f"ids: expected stream ids [B], got {array.dtype} {list(array.shape)}")
+        if array.ndim != 1:
+            got = list(array.shape) if array.dtype != object else type(ids).__name__
+            raise ShapeError(f"ids: expected a list or array of stream ids [B], got {got}")
+        if array.dtype == object and all(isinstance(i, (int, np.integer)) for i in array):
+            array = np.array([i if 0 <= i < 2**63 else -1 for i in array], np.int64)
+        if array.size and array.dtype.kind not in "iu":
+            raise DtypeError(f"ids: expected stream ids, whole numbers, got {array.dtype}")
+        if array.dtype == np.uint64:
+            array = np.where(array < 2**63, array.astype(np.int64), -1)
         return np.ascontiguousarray(array, np.int64)
+
+    def _chosen(self, ids: Iterable[int]) -> list[int]:
+        """The ids of a list, set or whatever else one can go through, each once."""
+        chosen = self._ids(ids if isinstance(ids, np.ndarray) else list(ids))
+        self._check_twice(chosen)
+        return [int(i) for i in chosen]
 
     def _check_skip(self, on_error: str) -> None:
         if on_error not in ("raise", "skip"):
@@ -411,6 +432,8 @@ class StreamPool:
         if isinstance(self._kind, ModelStreams):
             if not (k is None and v is None and g is None and beta is None):
                 raise TypeError("a pool of a model takes ids and tokens, no k, v, g and beta")
+            if q is None:
+                raise TypeError("a pool of a model takes ids and tokens, got None")
             return {"tokens": q}
         if k is None or v is None:
             raise TypeError("a pool of a layer takes ids, q, k and v (and g and beta, where the rule does)")
@@ -440,10 +463,16 @@ class StreamPool:
             return
         kind, place = code % layout.CODES, code // layout.CODES
         if kind == STALE:
-            raise StaleStreamError(f"stream {ids[place]} is not open in this pool: it was closed, or never was")
-        self._check_twice(ids)
-        assert kind in (TAKEN, WAIT)
-        raise StreamError(f"stream {ids[place]} is in use by another thread; a stream is stepped by one at a time")
+            name = f"stream {ids[place]}" if ids[place] >= 0 else f"ids: row {place}"
+            error: StreamError = StaleStreamError(f"{name} is not open in this pool: it was closed, or never was")
+        else:
+            assert kind in (TAKEN, WAIT)
+            self._check_twice(ids)
+            error = StreamError(
+                f"stream {ids[place]} is in use by another thread; a stream is stepped by one at a time"
+            )
+        error.row = place
+        raise error
 
     @contextlib.contextmanager
     def _taken(self, ids: Ids, after: Callable[[Records], None] | None = None) -> Iterator[Records]:
@@ -463,49 +492,65 @@ class StreamPool:
         finally:
             self._kind.jobs.append(job)
 
-    def _run(self, ids: Ids, axes: int, given: dict[str, Any], lengths: Any, out: Array | None, on_error: str) -> Any:
-        """The way that converts, finds the words for what is wrong, and leaves rows out."""
+    def _run(
+        self, ids: Ids, axes: int, given: dict[str, Any], lengths: Any, out: Array | None, on_error: str, named: Any
+    ) -> Any:
+        """The way that converts, finds the words for what is wrong, and leaves rows out. named: the ids as they were
+        given."""
         self._check_twice(ids)
         given = {name: value for name, value in given.items() if value is not None}
         if lengths is not None:
             T = arrays.to_array("tokens", given["tokens" if "tokens" in given else "k"]).shape[1:2]
             lengths = arrays.lengths_array(lengths, ids.size, *(T or (0,)))
+        if on_error == "raise":
+            try:
+                return self._attempt(ids, axes, given, lengths, out)
+            except _RowsRefused as refused:
+                row, reason = next(iter(refused.reasons.items()))
+                raise type(reason)(f"stream {ids[row]}, row {row}: {reason}") from None
+        given, shape, dtype = self._kind.checked(axes, given, out, ids.size)
+        rows = np.array([row for row, id_ in enumerate(ids) if int(id_) in self], np.intp)
+        while True:
+            some = {name: value if name == "logits" else value[rows] for name, value in given.items()}
+            try:
+                part = self._attempt(ids[rows], axes, some, None if lengths is None else lengths[rows], None)
+                break
+            except _RowsRefused as refused:
+                rows = np.delete(rows, list(refused.reasons))
+            except StreamError as error:
+                if error.row is None:
+                    raise
+                rows = np.delete(rows, error.row)
+        y = np.empty(shape, dtype) if out is None else out
+        y[...] = 0
+        y[rows] = part
+        return y, [int(named[row]) for row in np.delete(np.arange(ids.size), rows)]
 
+    def _attempt(self, ids: Ids, axes: int, given: dict[str, Any], lengths: Any, out: Array | None) -> Array:
+        """A call of all rows or, by `_RowsRefused` or another error, of none."""
         written = False
 
         def after(records: Records) -> None:
             self._kind.release(self._slab, records, given if written else None, lengths)
 
-        refused: dict[int, Exception] = {}
-        try:
-            with self._taken(ids, after) as records:
-                position = records.position
-                try:
-                    y = self._kind.run(records, axes, given, lengths, out)
-                    written = True
-                    return y if on_error == "raise" else (y, [])
-                except ValueError as error:
-                    if isinstance(error, ShapeError):
-                        raise
-                    refused = dict(self._kind.wrong(axes, given, lengths, position))
-                    if not refused:
-                        raise
-        except StreamError:
-            if on_error == "raise":
-                raise
-            refused = {row: StreamError("not open") for row, id_ in enumerate(ids) if int(id_) not in self}
-            if not refused:
-                raise
-        if on_error == "raise":
-            row, reason = next(iter(refused.items()))
-            raise type(reason)(f"stream {ids[row]}, row {row}: {reason}") from None
-        kept = np.array([row for row in range(ids.size) if row not in refused], np.intp)
-        rest = {
-            name: value if name == "logits" else arrays.to_array(name, value)[kept] for name, value in given.items()
-        }
-        part, more = self._run(ids[kept], axes, rest, None if lengths is None else lengths[kept], None, "skip")
-        y = np.zeros((ids.size, *part.shape[1:]), part.dtype) if out is None else out
-        y[...] = 0
-        gone = set(more)
-        y[kept] = part
-        return y, [int(i) for row, i in enumerate(ids) if row in refused or int(i) in gone]
+        with self._taken(ids, after) as records:
+            position = records.position
+            try:
+                y = self._kind.run(records, axes, given, lengths, out)
+                written = True
+                return y
+            except ValueError as error:
+                if isinstance(error, ShapeError):
+                    raise
+                reasons = self._kind.wrong(axes, given, lengths, position)
+                if not reasons:
+                    raise
+                raise _RowsRefused(reasons) from None
+
+
+class _RowsRefused(Exception):
+    """Rows of a call that can't be taken, and why; nothing was done."""
+
+    def __init__(self, reasons: dict[int, ValueError]) -> None:
+        super().__init__(reasons)
+        self.reasons = reasons

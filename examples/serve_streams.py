@@ -587,7 +587,7 @@ def load(service: Service, folder: Path) -> None:
     if digest.decode("ascii", "replace") != hashlib.sha256(text).hexdigest():
         raise SnapshotError(f"{path}: its checksum is not that of its text")
     try:
-        pool, clients = saved(json.loads(text), service.served.answer.itemsize)
+        pool, clients = saved(json.loads(text))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise SnapshotError(f"{path}: not clients of this server") from None
     now = service.pool.load(folder / pool)
@@ -596,12 +596,13 @@ def load(service: Service, folder: Path) -> None:
         raise SnapshotError(f"{path}: its streams are not those in {pool}")
     for stream in streams:
         stream.id = now[stream.id]
-        if service.pool.position(stream.id) != stream.position:
-            raise SnapshotError(f"{path}: its positions are not those in {pool}")
+        size = service.served.answer.itemsize if stream.position else 0
+        if service.pool.position(stream.id) != stream.position or len(stream.answer) != size:
+            raise SnapshotError(f"{path}: its positions or answers are not those of {pool}")
     service.clients = {client.name: client for client in clients}
 
 
-def saved(what: Any, answer_bytes: int) -> tuple[str, list[Client]]:
+def saved(what: Any) -> tuple[str, list[Client]]:
     """The name of the file of the pool, and clients whose streams have ids of that file. Raises where it is neither."""
     pool, clients = what["pool"], []
     if not re.fullmatch(r"streams-[0-9a-f]{16}\.safetensors", pool):
@@ -609,10 +610,9 @@ def saved(what: Any, answer_bytes: int) -> tuple[str, list[Client]]:
     for name, streams in what["clients"].items():
         client = Client(name)
         for number, (id_, position, answer) in streams.items():
-            stream = Stream(id_, position, bytes.fromhex(answer))
-            if type(id_) is not int or type(position) is not int or len(stream.answer) != answer_bytes * (position > 0):
-                raise ValueError(number)
-            client.streams[int(number)] = stream
+            if type(id_) is not int or type(position) is not int:
+                raise TypeError(number)
+            client.streams[int(number)] = Stream(id_, position, bytes.fromhex(answer))
         clients.append(client)
     return pool, clients
 

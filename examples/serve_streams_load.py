@@ -111,6 +111,8 @@ class Client:
                 async with connect(self.url, compression=None, max_size=None, ping_interval=None) as socket:
                     await self._greet(socket)
                     await self._exchange(socket)
+                    await socket.send(json.dumps({"close": list(self.streams)}))
+                    await socket.recv()
             except ConnectionClosed as closed:
                 last = time.perf_counter()
                 if closed.rcvd is not None and closed.rcvd.code != 1012:

@@ -353,6 +353,7 @@ class Service:
         self.pool = la.StreamPool(served.served, limits.streams)
         self.batcher = Batcher(served, self.pool, budget)
         self.clients: dict[str, Client] = {}  # by name
+        self.strangers = 0  # connections that have not said who they are
         self.record = HEADER.size + served.token.itemsize
         self.message_bytes = limits.message_bytes or max(4096, self.record * limits.streams_per_client)
         self.app = Starlette(routes=[WebSocketRoute("/streams", self.converse), Route("/status", self.status)])
@@ -378,10 +379,11 @@ class Service:
 
     async def converse(self, websocket: WebSocket) -> None:
         """All that happens on a connection."""
-        await websocket.accept()
-        connection = Connection(websocket)
+        if self.strangers >= self.limits.clients:
+            await websocket.close()  # not even accepted: status 403
+            return
+        connection, client = Connection(websocket), None
         writer = asyncio.create_task(connection.write())
-        client = None
         try:
             client = await self._greet(connection)
             while client.connection is connection:
@@ -408,11 +410,15 @@ class Service:
 
     async def _greet(self, connection: Connection) -> Client:
         """The client that a connection belongs to: its first message says so, or asks for a new key."""
+        self.strangers += 1
         try:
+            await connection.websocket.accept()
             async with asyncio.timeout(HELLO_SECONDS):
                 message = await self._message(connection.websocket)
         except TimeoutError:
             raise Refusal(MALFORMED, "no hello") from None
+        finally:
+            self.strangers -= 1
         match parsed(message):
             case {"hello": None}:
                 key, client = self._new_client()

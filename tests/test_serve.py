@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ import pytest
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-ConnectionClosed = pytest.importorskip("websockets.exceptions").ConnectionClosed
+exceptions = pytest.importorskip("websockets.exceptions")
 connect = pytest.importorskip("websockets.sync.client").connect
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -30,6 +31,12 @@ SMALL = "2x16"
 LAYER = server.chosen(SMALL)
 TOKENS = LAYER.samples(64)
 RECORD = server.HEADER.size + LAYER.token.itemsize
+
+
+HANDSHAKE = (
+    b"GET /streams HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+)
 
 
 class Serving:
@@ -80,13 +87,16 @@ class Talk:
         self.socket = self.stack.enter_context(connect(serving.url, compression=None))
         self.hello = self.ask(hello=key)
         self.key = self.hello["hello"]
+        self.open = list(open)
         if open:
-            assert self.ask(open=list(open)) == {"opened": list(open)}
+            assert self.ask(open=self.open) == {"opened": self.open}
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
+        with contextlib.suppress(exceptions.ConnectionClosed):
+            self.socket.send(json.dumps({"close": self.open}))  # else they stay for the grace time
         self.stack.close()
 
     def ask(self, **what):
@@ -117,7 +127,7 @@ class Talk:
         try:
             while True:
                 self.socket.recv(timeout=10)
-        except ConnectionClosed as closed:
+        except exceptions.ConnectionClosed as closed:
             return closed.rcvd.code
 
 
@@ -139,7 +149,7 @@ def free_port():
 
 @pytest.fixture(scope="module")
 def running():
-    options = ("--streams", 40, "--streams-per-client", 16, "--clients", 6, "--grace", 0.3)
+    options = ("--streams", 40, "--streams-per-client", 16, "--clients", 6, "--grace", 1)
     with Serving(*options) as serving:
         yield serving
 
@@ -255,14 +265,37 @@ def test_a_client_that_vanishes_in_a_message(serving):
         assert other.one(0, 20)[0] == server.OK
 
 
+def test_clients_that_vanish_at_the_door(serving):
+    with Talk(serving, open=[0]) as other:
+        for beginning in (b"", HANDSHAKE[:50], HANDSHAKE, HANDSHAKE + frame(b'{"hello": null}', 1)):
+            for _ in range(5):
+                gone = socket.create_connection(("127.0.0.1", serving.port))
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close is a reset
+                gone.sendall(beginning)
+                gone.close()
+            serving.wait(clients=1)
+        assert other.one(0, 0)[0] == server.OK
+
+
+def test_connections_that_say_nothing(serving):
+    with contextlib.ExitStack() as stack:
+        for _ in range(6):
+            stack.enter_context(connect(serving.url))
+        with pytest.raises(exceptions.InvalidStatus, match="403"):
+            stack.enter_context(connect(serving.url))
+    with Talk(serving, open=[0]) as talk:
+        assert talk.one(0, 0)[0] == server.OK
+
+
 def test_a_client_that_comes_back_in_time(serving):
-    with Talk(serving, open=[0, 9]) as talk:
-        answer = talk.one(9, 0)
-    with Talk(serving, key=talk.key) as talk:
+    first = Talk(serving, open=[0, 9])
+    answer = first.one(9, 0)
+    first.stack.close()
+    with Talk(serving, key=first.key) as talk:
         assert talk.hello["positions"] == {"0": 0, "9": 1}
         assert talk.one(9, 0) == answer
         assert talk.one(9, 1) == (server.OK, 1, expected(9, 2)[1])
-        time.sleep(0.6)  # longer than the grace of the first connection
+        time.sleep(1.2)  # longer than the grace of the first connection
         assert talk.one(9, 2)[0] == server.OK
 
 
@@ -279,11 +312,7 @@ def test_a_client_that_does_not_read(serving):
     with Talk(serving, open=[0]) as other:
         slow = socket.create_connection(("127.0.0.1", serving.port))
         try:
-            slow.sendall(
-                b"GET /streams HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-                b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
-            )
-            slow.sendall(frame(b'{"hello": null}', 1) + frame(b'{"open": [0]}', 1))
+            slow.sendall(HANDSHAKE + frame(b'{"hello": null}', 1) + frame(b'{"open": [0]}', 1))
             many = frame(b"".join(record(99, 0) for _ in range(10)), 2) * 100
             slow.settimeout(0.5)
             with pytest.raises(TimeoutError):  # the server has stopped to read
@@ -312,7 +341,7 @@ def test_limits(serving):
         assert c.ask(open=list(range(8))) == {"opened": list(range(8))}
         assert serving.status()["streams"] == 40
         others = [Talk(serving) for _ in range(3)]
-        with pytest.raises(ConnectionClosed) as caught:
+        with pytest.raises(exceptions.ConnectionClosed) as caught:
             Talk(serving)
         assert caught.value.rcvd.code == server.TRY_LATER
         assert [talk.one(0, 0)[0] for talk in (a, b, c)] == [server.OK] * 3
@@ -339,7 +368,7 @@ def test_limits(serving):
     ],
 )
 def test_malformed_messages(serving, message):
-    with Talk(serving, open=[0]) as talk:
+    with Talk(serving) as talk:
         talk.socket.send(message)
         assert talk.closed() == server.MALFORMED
 
@@ -348,14 +377,14 @@ def test_malformed_messages(serving, message):
 def test_malformed_hellos(serving, message):
     with connect(serving.url) as connection:
         connection.send(message)
-        with pytest.raises(ConnectionClosed) as caught:
+        with pytest.raises(exceptions.ConnectionClosed) as caught:
             connection.recv(timeout=10)
     assert caught.value.rcvd.code == server.MALFORMED
 
 
 @pytest.mark.parametrize("key", ["", "x" * 32, "\ud800", 3])
 def test_keys_that_are_nobodys(serving, key):
-    with pytest.raises(ConnectionClosed) as caught:
+    with pytest.raises(exceptions.ConnectionClosed) as caught:
         Talk(serving, key=key)
     assert caught.value.rcvd.code == (server.MALFORMED if key == 3 else server.NO_SUCH_CLIENT)
 
@@ -401,19 +430,23 @@ def test_a_snapshot_has_all(tmp_path):
         serving.stop()
         assert talk.closed() == server.RESTART
     assert talk.key not in (tmp_path / "clients.json").read_text()
-    with Serving("--snapshot", tmp_path, "--grace", 0.5) as serving:
+    with Serving("--snapshot", tmp_path) as serving:
         assert serving.count == 3
         with Talk(serving, key=talk.key) as talk:
             assert talk.hello["positions"] == {"4": 3, "5": 1, "6": 0}
             assert talk.one(4, 2) == answers[2]
             assert talk.one(4, 3) == (server.OK, 3, expected(4, 4)[3])
             assert talk.one(6, 0) == (server.OK, 0, expected(6, 1)[0])
-        serving.stop(signal.SIGKILL)  # saves nothing, and breaks nothing
-    with Serving("--snapshot", tmp_path, "--grace", 0.5) as serving:
-        with Talk(serving, key=talk.key) as talk:
-            assert talk.hello["positions"] == {"4": 3, "5": 1, "6": 0}
-        serving.wait(clients=0, streams=0)
+            serving.stop(signal.SIGKILL)  # saves nothing, and breaks nothing
+    with Serving("--snapshot", tmp_path) as serving:
+        talk = Talk(serving, key=talk.key)
+        assert talk.hello["positions"] == {"4": 3, "5": 1, "6": 0}
+        serving.stop()
+        talk.stack.close()
     assert len(list(tmp_path.iterdir())) == 2
+    with Serving("--snapshot", tmp_path, "--grace", 0.2) as serving:  # this time nobody comes back
+        assert serving.count == 3
+        serving.wait(clients=0, streams=0)
 
 
 @pytest.fixture(scope="module")
@@ -518,6 +551,34 @@ def test_refusals_are_one_line(snapshot, tmp_path):
         f"import sys, runpy; sys.modules['starlette'] = None; runpy.run_path({str(EXAMPLES / 'serve_streams.py')!r})"
     )
     assert "pip install 'linattn-edge[serve]'" in refused(code=blocked)
+
+
+def test_a_fault_of_the_arithmetic_ends_the_server(tmp_path):
+    code = """
+import serve_streams, sys
+def step(*args, times=[]):
+    times.append(None)
+    if len(times) > 3: raise MemoryError("no more")
+    return right(*args)
+right, serve_streams.Layer.step = serve_streams.Layer.step, step
+sys.argv = ["", "--port", "0", "--layer", "2x16", "--snapshot", %r]
+serve_streams.main()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code % str(tmp_path)], cwd=EXAMPLES, stdout=-1, stderr=-1, text=True
+    )
+    url = process.stdout.readline().split()[-1]
+    with connect(url) as talk:
+        for what in ({"hello": None}, {"open": [0]}):
+            talk.send(json.dumps(what))
+            talk.recv(timeout=10)
+        for t in range(3):
+            talk.send(record(0, t))
+            with contextlib.suppress(exceptions.ConnectionClosed):
+                talk.recv(timeout=10)
+    err = process.communicate(timeout=20)[1]
+    assert process.returncode == 1 and "MemoryError: no more" in err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

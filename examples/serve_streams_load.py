@@ -192,15 +192,11 @@ class Client:
                 stream.latencies.append(now - stream.start - sequence / self.load.rate)
                 self.missing -= 1
                 records += self._ready(stream)
-            elif (
-                status != OK
-                or not sequence == stream.again == stream.answered - 1
-                or stream.answers[-len(answer) :] != answer
-            ):
-                self._fault(
-                    stream,
-                    f"status {status}, sequence {sequence} after {stream.answered} answers to {stream.sent} tokens",
-                )
+            elif status != OK or sequence != stream.again or stream.answered != sequence + 1:
+                got = f"status {status}, sequence {sequence}"
+                self._fault(stream, f"{got} after {stream.answered} answers to {stream.sent} tokens")
+            elif not stream.answers.endswith(answer):  # the token was sent again, and may be answered again
+                self._fault(stream, f"another answer to token {sequence} when it was sent again")
         return records
 
     def _fault(self, stream: Stream, what: str) -> None:

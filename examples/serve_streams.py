@@ -319,16 +319,15 @@ class Batcher:
     def _deliver(self, token: Token, answer: bytes | None) -> None:
         stream, connection, sequence = token.stream, token.client.connection, token.stream.position
         stream.busy = False
+        status = REFUSED
         if answer is not None:
-            self.tokens += 1
+            status, stream.answer = OK, answer
             stream.position += 1
-            stream.answer = answer
+            self.tokens += 1
         if stream.closed:
             self.pool.close(stream.id)
-        elif connection is not None and answer is None:
-            connection.answer(token.number, REFUSED, sequence, bytes(self.served.answer.itemsize))
-        elif connection is not None and answer is not None:
-            connection.answer(token.number, OK, sequence, answer)
+        elif connection is not None:
+            connection.answer(token.number, status, sequence, answer or bytes(self.served.answer.itemsize))
 
 
 # The service
@@ -641,6 +640,12 @@ class Server(uvicorn.Server):
             self.service.expect(client)
         await super().serve(sockets)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """From here on there are connections, and a signal ends the server in good order."""
+        await super().startup(sockets)
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        print(f"serving {len(self.service.pool)} streams at ws://{host}:{port}/streams", flush=True)
+
     def _no_more_batches(self, batches: "asyncio.Task[None]") -> None:
         self.should_exit = True  # also where they ended by an error, which `shutdown` then raises
 
@@ -695,9 +700,8 @@ def main() -> None:
     sys.setswitchinterval(5e-4)  # the arithmetic's thread waits for the GIL no longer than this
     gc.collect()
     gc.freeze()  # what is there now stays: not to be looked through again while clients wait
-    host, port = listener.getsockname()[:2]
-    print(f"serving {len(service.pool)} streams at ws://{host}:{port}/streams", flush=True)
-    asyncio.run(Server(config, service, args.snapshot).serve([listener]))
+    with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises anew at the end
+        asyncio.run(Server(config, service, args.snapshot).serve([listener]))
 
 
 if __name__ == "__main__":

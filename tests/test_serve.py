@@ -66,7 +66,7 @@ class Serving:
         self.process.send_signal(with_signal)
         out, err = self.process.communicate(timeout=20)
         assert (out, err) == ("", "")
-        assert self.process.returncode == -with_signal
+        assert self.process.returncode == (0 if with_signal == signal.SIGINT else -with_signal)
 
     def status(self):
         return load.status(f"127.0.0.1:{self.port}")
@@ -447,6 +447,13 @@ def test_a_snapshot_has_all(tmp_path):
     with Serving("--snapshot", tmp_path, "--grace", 0.2) as serving:  # this time nobody comes back
         assert serving.count == 3
         serving.wait(clients=0, streams=0)
+
+
+def test_ctrl_c_saves_too(tmp_path):
+    with Serving("--snapshot", tmp_path) as serving:
+        serving.stop(signal.SIGINT)
+    with Serving("--snapshot", tmp_path) as serving:
+        assert serving.count == 0
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ MALFORMED, NO_SUCH_CLIENT, TAKEN_OVER, RESTART, TRY_LATER = 4400, 4401, 4409, 10
 HELLO_SECONDS = 10.0  # for a client to say who it is
 FLUSH_SECONDS = 1.0  # at the end, to hand out the last answers
 CLOSE_SECONDS = 5  # at the end, for clients to close
-MOST_WAITING = 1024  # answers that wait to be read, before the client's messages wait too
+MOST_WAITING = 256  # answers and notes that wait to be read, before the client's messages wait too
 
 
 # What is served
@@ -198,6 +198,7 @@ class Connection:
                 answers, self.answers = self.answers, []
                 for note in notes:
                     await self.websocket.send_text(note)
+                    await asyncio.sleep(0)  # a send doesn't wait while there is room: let the loop see a lost client
                 if answers:
                     await self.websocket.send_bytes(b"".join(answers))
                 self._sent.set()
@@ -211,8 +212,8 @@ class Connection:
             self._sent.set()
 
     async def settled(self, most: int = MOST_WAITING) -> None:
-        """Wait until no more than so many answers wait."""
-        while len(self.answers) > most and not self.over:
+        """Wait until no more than so many answers and notes wait."""
+        while len(self.answers) + len(self.notes) > most and not self.over:
             self._sent.clear()
             await self._sent.wait()
 

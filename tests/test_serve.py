@@ -38,6 +38,8 @@ HANDSHAKE = (
     b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
 )
 
+HELLO = b'\x81\x8f\0\0\0\0{"hello": null}'
+
 
 class Serving:
     """A server, for a while. What it prints to stderr, warnings too, is an error."""
@@ -267,7 +269,7 @@ def test_a_client_that_vanishes_in_a_message(serving):
 
 def test_clients_that_vanish_at_the_door(serving):
     with Talk(serving, open=[0]) as other:
-        for beginning in (b"", HANDSHAKE[:50], HANDSHAKE, HANDSHAKE + frame(b'{"hello": null}', 1)):
+        for beginning in (b"", HANDSHAKE[:50], HANDSHAKE, HANDSHAKE + HELLO):
             for _ in range(5):
                 gone = socket.create_connection(("127.0.0.1", serving.port))
                 gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close is a reset
@@ -308,16 +310,24 @@ def test_a_new_connection_takes_over(serving):
         assert serving.status()["clients"] == 1
 
 
-def test_a_client_that_does_not_read(serving):
+@pytest.mark.parametrize(
+    "message",
+    [(b"".join(server.HEADER.pack(99, 0, 0) + bytes(RECORD - 16) for _ in range(10)), 2), (b'{"open": [0]}', 1)],
+)
+def test_a_client_that_does_not_read(serving, message):
     with Talk(serving, open=[0]) as other:
-        slow = socket.create_connection(("127.0.0.1", serving.port))
+        slow = socket.socket()
         try:
-            slow.sendall(HANDSHAKE + frame(b'{"hello": null}', 1) + frame(b'{"open": [0]}', 1))
-            many = frame(b"".join(record(99, 0) for _ in range(10)), 2) * 100
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.connect(("127.0.0.1", serving.port))
+            for data, answer in (HANDSHAKE, b"101 "), (HELLO, b"hello"):
+                slow.sendall(data)
+                assert answer in slow.recv(1000)
             slow.settimeout(0.5)
             with pytest.raises(TimeoutError):  # the server has stopped to read
-                slow.sendall(many * 1000)
+                slow.sendall(frame(*message) * (100_000_000 // len(message[0])))
             assert other.one(0, 0)[0] == server.OK
+            assert serving.status()["connected"] == 2
         finally:
             slow.close()
         serving.wait(clients=1, streams=1)

@@ -128,8 +128,13 @@ class LayerStreams:
         """The rows that would be refused, and why."""
         ready = {n: arrays.as_dtype(arrays.real_array(n, a), self.real) for n, a in given.items() if a is not None}
         ready = {n: a[:, None] if axes == 3 else a for n, a in ready.items()}
+        suspects = arrays.rows_not_finite(ready, lengths) if self.attn.check_finite else []
+        try:  # all at once, before one by one: of many rows few are wrong
+            self.attn._check_phi(STEP, _Row(position, self.dtype, position.size), ready, lengths)  # type: ignore[arg-type]
+        except ValueError:
+            suspects = list(range(position.size))
         found: dict[int, ValueError] = {}
-        for row in range(position.size):
+        for row in suspects:
             mine = {name: a[row : row + 1] for name, a in ready.items()}
             length = None if lengths is None else lengths[row : row + 1]
             try:
@@ -178,7 +183,7 @@ def checked_position(state: Any) -> int:
 
 @dataclass
 class _Row:
-    """One stream, for checks."""
+    """Streams, for checks."""
 
     position: Ids
     _dtype: str

@@ -452,6 +452,16 @@ def layer_of(attn: Any) -> Layer:
     return layer
 
 
+def _flush_folder(folder: Path) -> None:
+    """Have a folder's names on the disk too, where the system can do that."""
+    with contextlib.suppress(OSError):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary name to write to, renamed to `path` at the end: a crash or an error leaves the old file whole."""
@@ -468,6 +478,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         if target.exists():
             temporary.chmod(stat.S_IMODE(target.stat().st_mode))
         os.replace(temporary, target)
+        _flush_folder(target.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)

@@ -13,14 +13,18 @@ import math
 from pathlib import Path
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from safetensors.numpy import load_file
 
 import linattn_edge as la
 from linattn_edge.bench.machine import machine, resident_memory
 from linattn_edge.bench.turns import alternate, timed
 from linattn_edge.models import bundled
+
+try:
+    import torch
+    import torch.nn.functional as F
+except ImportError:
+    raise SystemExit("decode.py needs torch: pip install 'linattn-edge[train]'") from None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -20,9 +20,11 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from measure import Missing, Yardstick, alternate, machine, timed
+from yardstick import Yardstick
 
 import linattn_edge as la
+from linattn_edge.bench.machine import machine
+from linattn_edge.bench.turns import Missing, alternate, timed
 from linattn_edge.pieces import cuts
 
 STREAMS = 256
@@ -94,7 +96,7 @@ def lifecycle(H: int, D: int, rounds: int) -> Figures:
     marked, plain = pool.open(), pool.open()
     given = tokens(attn, 1)
     out = np.empty_like(given[2])
-    image, other = np.ones(pool._words), np.ones(pool._words)
+    image, other = np.ones(pool._slab.words), np.ones(pool._slab.words)
     made: list[int] = []
     found = least(
         {

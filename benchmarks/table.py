@@ -6,6 +6,7 @@
 The first is what kernels.py wrote, the second what `linattn-edge bench --save` did.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -254,13 +255,15 @@ def replace(page: str, table: str, begin: str, end: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if len(arguments) != 2:
-        print("usage: python benchmarks/table.py FIGURES.json PAGE.md", file=sys.stderr)
-        return 2
-    figures, page = map(Path, arguments)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "figures", type=Path, metavar="FIGURES.json", help="of benchmarks/kernels.py or linattn-edge bench"
+    )
+    parser.add_argument("page", type=Path, metavar="PAGE.md", help="the page with the markers")
+    args = parser.parse_args(arguments)
+    page: Path = args.page
     try:
-        report = json.loads(figures.read_text(encoding="utf-8"))
+        report = json.loads(args.figures.read_text(encoding="utf-8"))
         new = replace(page.read_text(encoding="utf-8"), text(report), *markers(report))
     except (OSError, ValueError) as error:
         print(f"table.py: {error}", file=sys.stderr)

@@ -163,16 +163,34 @@ def check_apart(out: Array, others: dict[str, Array]) -> None:
             raise ValueError(f"out: overlaps {name}; give it memory of its own")
 
 
-def check_finite(arrays: dict[str, Array], lengths: NDArray[np.int64] | None) -> None:
-    """NotFiniteError naming the first array [B, T, ...] that holds NaN or inf in a place that counts; g may be -inf."""
+def _not_finite(name: str, array: Array, lengths: NDArray[np.int64] | None) -> NDArray[np.bool_]:
+    """Where an array [B, T, ...] holds NaN or inf in a place that counts; g may be -inf."""
+    bad: NDArray[np.bool_] = np.isnan(array) | (array == np.inf) if name == "g" else ~np.isfinite(array)
+    if lengths is not None:
+        inside = np.arange(array.shape[1]) < lengths[:, None]
+        bad &= inside.reshape(inside.shape + (1,) * (array.ndim - 2))
+    return bad
+
+
+def rows_not_finite(arrays: dict[str, Array], lengths: NDArray[np.int64] | None) -> list[int]:
+    """The rows that `check_finite` would refuse."""
+    each = [_not_finite(name, a, lengths).reshape(len(a), -1).any(axis=1) for name, a in arrays.items()]
+    rows: list[int] = np.flatnonzero(np.logical_or.reduce(each)).tolist()
+    return rows
+
+
+def check_finite(arrays: dict[str, Array], lengths: NDArray[np.int64] | None, one: bool = False) -> None:
+    """NotFiniteError naming the first array [B, T, ...] that holds NaN or inf in a place that counts; g may be -inf.
+
+    one: there is one stream, which whoever passes the error on names.
+    """
     for name, array in arrays.items():
-        bad = np.isnan(array) | (array == np.inf) if name == "g" else ~np.isfinite(array)
-        if lengths is not None:
-            inside = np.arange(array.shape[1]) < lengths[:, None]
-            bad &= inside.reshape(inside.shape + (1,) * (array.ndim - 2))
+        bad = _not_finite(name, array, lengths)
         if bad.any():
             index = np.argwhere(bad)[0].tolist()
+            stream = "" if one else f"stream {index[0]}, "
+            stays = "" if name == "q" else "it would stay in the state for ever; "
             raise NotFiniteError(
-                f"{name}: {array[tuple(index)]} at stream {index[0]}, token {index[1]}, index {index[2:]}: it would "
-                "stay in the state for ever; check_finite=False lets it through"
+                f"{name}: {array[tuple(index)]} (as {array.dtype}) at {stream}token {index[1]}, index {index[2:]}: "
+                f"{stays}check_finite=False lets it through"
             )

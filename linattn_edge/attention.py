@@ -391,18 +391,19 @@ class LinearAttention:
         layer = self.layer
         return {"q": ("H, K", layer.H, layer.K), "k": ("Hk, K", layer.HK, layer.K), "v": ("Hv, V", layer.N, layer.V)}
 
-    def _check_sequence(
-        self, given: dict[str, Array], state: State, g: Any, out: Array | None
-    ) -> tuple[dict[str, Array], Array]:
-        """q, k, v and g of a prefill that is to be done in pieces, all of one T, and y to fill in."""
-        given, lead, sizes, _ = arrays.token_arrays(given, self._shapes(), 4, state.batch_size)
-        self._check_gates(given, g, None, lead, sizes)
-        output, shape = arrays.output_dtype(given["q"]), (*sizes, self._outputs, self._V)
-        if out is None:
-            return given, np.empty(shape, output)
-        arrays.check_out(out, shape, f"{lead}, heads, V", output)
-        arrays.check_apart(out, given | {"the state": state._block})
-        return given, out
+    def _checked(
+        self, axes: int, tokens: dict[str, Any], B: int, out: Array | None, apart: dict[str, Array]
+    ) -> tuple[dict[str, Array], tuple[int, ...]]:
+        """What can be said of a step (axes 3) or prefill (axes 4) without its state, for calls that are made of
+        several: the inputs as arrays that fit the layer and each other, and the shape of y."""
+        inputs = {name: tokens.get(name) for name in "qkv"}
+        given, lead, sizes, _ = arrays.token_arrays(inputs, self._shapes(), axes, B)
+        self._check_gates(given, tokens.get("g"), tokens.get("beta"), lead, sizes)
+        shape = (*sizes, self._outputs, self._V)
+        if out is not None:
+            arrays.check_out(out, shape, f"{lead}, heads, V", arrays.output_dtype(given["q"]))
+            arrays.check_apart(out, given | apart)
+        return given, shape
 
     def _check_gates(
         self,

@@ -1,7 +1,8 @@
 """The command `linattn-edge`. A command is one entry of `COMMANDS`.
 
 Exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted, 141 the reader of the output went away.
-Only what a command needs is imported, and only when it runs: `--help` and `--version` never load Numba.
+Each command's module is loaded for its options, and loads what is heavy when it runs: `--help` and `--version` never
+load Numba, ONNX or rich.
 """
 
 import argparse

@@ -3,7 +3,6 @@
 import argparse
 import inspect
 import json
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from linattn_edge import plots
 from linattn_edge.approximation import softmax_error
 from linattn_edge.arrays import real_array
 from linattn_edge.attention import LinearAttention
+from linattn_edge.bench.turns import alternate, timed
 from linattn_edge.errors import ShapeError
 from linattn_edge.features import (
     MAPS,
@@ -221,18 +221,15 @@ def _us_per_token(attn: LinearAttention | SoftmaxAttention, state: Any, tokens: 
     """The least time of a step, each from the same state; its inputs are the last token again."""
     q, k, v = (np.ascontiguousarray(x[None, -1], np.float32) for x in (tokens.q, tokens.k, tokens.v))
     out = np.empty((1, q.shape[1], v.shape[2]), np.float32)
-    kept = state.copy()
-    times = []
-    end = time.perf_counter() + 1.0
-    for _ in range(TIMED_STEPS):
+    now = state.copy()
+
+    def again() -> None:
+        nonlocal now
         if isinstance(attn, SoftmaxAttention) or attn.layer.phi.horizon is not None:
-            state = kept.copy()  # neither the cache nor the position may run on
-        start = time.perf_counter()
-        attn.step(q, k, v, state, out=out)
-        times.append(time.perf_counter() - start)
-        if time.perf_counter() > end and len(times) > 3:
-            break
-    return min(times) * 1e6
+            now = state.copy()  # neither the cache nor the position may run on
+
+    step = timed(lambda: attn.step(q, k, v, now, out=out), before=again)
+    return alternate({"step": step}, TIMED_STEPS, turn=0, budget=1.0)["step"]["min"]
 
 
 def text(result: Comparison) -> str:

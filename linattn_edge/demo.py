@@ -9,11 +9,13 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from linattn_edge import plots
+from linattn_edge.bench.turns import alternate, timed
 from linattn_edge.models import Model, ModelState, bundled, load_model, load_tokenizer
 from linattn_edge.softmax import SoftmaxAttention
 from linattn_edge.terminal import progress, readable, size, table, write
@@ -91,17 +93,6 @@ def write_on(model: Model, state: ModelState, last: int, tokens: int, show: Call
     return "".join(text), (len(times) - 2) / (times[-1] - times[1])
 
 
-def least(calls: Sequence[Callable[[], object]], turns: int) -> list[float]:
-    """The least seconds of each call, all of them in turn."""
-    best = [math.inf] * len(calls)
-    for _ in range(turns):
-        for i, call in enumerate(calls):
-            start = time.perf_counter()
-            call()
-            best[i] = min(best[i], time.perf_counter() - start)
-    return best
-
-
 def measure(model: Model, states: dict[int, ModelState]) -> list[Row]:
     """A step of the model at each position, and softmax attention with the same heads over as many tokens."""
     layer = model.layers[0]
@@ -110,15 +101,16 @@ def measure(model: Model, states: dict[int, ModelState]) -> list[Row]:
     q = rng.standard_normal((1, layer.H, layer.K), dtype=np.float32)
     cache = attn.init_state(1, capacity=max(states))
     piece = rng.standard_normal((2, 1, 1000, layer.H, max(layer.K, layer.V)), dtype=np.float32)
-    ours = least([lambda s=state: model.step([32], s) for state in states.values()], 5 * TURNS)  # type: ignore[misc]
+    steps = {str(position): timed(partial(model.step, [32], state)) for position, state in states.items()}
+    ours = alternate(steps, 5 * TURNS, turn=0)
     rows = []
-    for (position, state), seconds in zip(states.items(), ours, strict=True):
+    for position, state in states.items():
         while (missing := position - int(cache.position[0])) > 0:
             attn.write(piece[0, :, :missing, :, : layer.K], piece[1, :, :missing, :, : layer.V], cache)
-        (scan,) = least([lambda: attn.read(q, cache)], TURNS)
+        scan = alternate({"scan": timed(partial(attn.read, q, cache))}, TURNS, turn=0)["scan"]["min"]
         layers = len(model.layers)
         memory = 4 * position * layer.H * (layer.K + layer.V) * layers
-        rows.append(Row(position, seconds * 1e6, state.nbytes, scan * layers * 1e6, memory))
+        rows.append(Row(position, ours[str(position)]["min"], state.nbytes, scan * layers, memory))
     return rows
 
 

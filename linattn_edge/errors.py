@@ -18,7 +18,12 @@ class StateMismatchError(ValueError):
 
 
 class StreamError(ValueError):
-    """A stream of a pool can't be used: its id names none, is given twice, or another thread is at work on it."""
+    """A stream of a pool can't be used: its id names none, is given twice, or another thread is at work on it.
+
+    row: of the call's ids, where it is one of them.
+    """
+
+    row: int | None = None
 
 
 class StaleStreamError(StreamError):

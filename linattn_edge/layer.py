@@ -202,8 +202,10 @@ def _decay(decay: ArrayLike, rule: Rule, N: int, F: int) -> NDArray[np.float64]:
         raise ShapeError(
             f"decay: expected log decays of shape [N] = [{N}] or [N, F] = [{N}, {F}], got {list(array.shape)}"
         )
-    if not (array <= 700).all():  # NaN too
-        raise ValueError("decay: expected log decays, which are at most 0, without NaN and inf")
+    if not (array <= 0).all():  # NaN too
+        raise ValueError(
+            f"decay: expected log decays, which are at most 0 (log(0.9), not 0.9); the largest is {array.max()}"
+        )
     array = np.maximum(array, -np.finfo(np.float32).max, where=array != -np.inf, out=array)
     array = array.reshape(N, -1)
     array.flags.writeable = False

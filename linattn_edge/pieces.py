@@ -15,7 +15,7 @@ from linattn_edge import arrays
 from linattn_edge.attention import LinearAttention
 from linattn_edge.errors import NotFiniteError, ShapeError, StateMismatchError
 from linattn_edge.layer import Layer
-from linattn_edge.state import State, on_cpu
+from linattn_edge.state import State, compute_dtype, on_cpu
 
 Array = NDArray[Any]
 
@@ -79,11 +79,7 @@ def _both(a: Any, b: Any) -> Layer:
     layer: Layer = a._layer
     if a._fingerprint != b._fingerprint:
         raise StateMismatchError(f"b: belongs to another layer: {layer.describe_difference(b._layer)}")
-    if layer.rule.beta:
-        raise StateMismatchError(
-            f"a and b: the rule {layer.rule.name!r} writes what a value differs from what the state knew, so the later "
-            "part depends on the earlier one; only states of 'linear' and 'gated' merge"
-        )
+    check_merges(layer)
     if a.batch_size != b.batch_size:
         raise ShapeError(f"b: expected {a.batch_size} streams as in a, got {b.batch_size}")
     if a._dtype != b._dtype:
@@ -91,6 +87,24 @@ def _both(a: Any, b: Any) -> Layer:
     if (a._far_S is None) != (b._far_S is None):
         raise StateMismatchError("b: expected a compensated state where a is one, and only there")
     return layer
+
+
+def check_merges(layer: Layer) -> None:
+    """Refuse rules whose states do not merge."""
+    if layer.rule.beta:
+        raise StateMismatchError(
+            f"the rule {layer.rule.name!r} writes what a value differs from what the state knew, so the later part of "
+            "a stream depends on the earlier one; only states of 'linear' and 'gated' merge"
+        )
+
+
+def check_layer(attn: Any) -> None:
+    """Refuse what is not a layer whose states merge."""
+    if not isinstance(attn, LinearAttention):
+        raise TypeError(f"attn: expected a LinearAttention, got {type(attn).__name__}")
+    if attn.backend == "cuda":
+        raise ValueError("attn: tokens are shared among CPUs here; with the backend 'cuda' use attn.prefill")
+    check_merges(attn.layer)
 
 
 def parallel_prefill(
@@ -107,20 +121,19 @@ def parallel_prefill(
 
     The state is updated in place. Each thread first writes a piece of the tokens to a state of its own, the states are
     merged, and from the state before its piece each thread then computes outputs: equal to `attn.prefill` to rounding.
-    It pays for long sequences, and where `num_threads` of the layer does not: with few heads, or few streams.
+    It pays for long sequences, and where `num_threads` of the layer does not: with few heads, or few streams. Where a
+    token is refused (NaN, inf), the state is as it was, but `out` may have been written to.
     """
     n = arrays.whole("num_threads", num_threads, 1, 256)
-    if attn.backend == "cuda":
-        raise ValueError("attn: shares tokens among threads of the CPU; with the backend 'cuda' use attn.prefill")
+    check_layer(attn)
     attn._check_state(state)
-    _both(state, state)
-    given = {"q": arrays.real_array("q", q), "k": arrays.real_array("k", k), "v": arrays.real_array("v", v)}
-    T = given["k"].shape[1] if given["k"].ndim == 4 else 0
-    n = min(n, T // SHORTEST)
+    tokens_ = {"q": q, "k": k, "v": v, "g": g}
+    given, shape = attn._checked(4, tokens_, state.batch_size, out, {"the state": state._block})
+    n = min(n, shape[1] // SHORTEST)
     if n < 2:
         return attn.prefill(q, k, v, state, g, out=out)
-    given, y = attn._check_sequence(given, state, g, out)
-    edges = cuts(T, n, attn.layer.rule.name)
+    y = np.empty(shape, arrays.output_dtype(given["q"])) if out is None else out
+    edges = cuts(shape[1], n, attn.layer.rule.name)
 
     def tokens(i: int) -> dict[str, Array]:
         return {name: x[:, edges[i] : edges[i + 1]] for name, x in given.items()}
@@ -151,7 +164,8 @@ def parallel_prefill(
                 before.append(merge(before[-1], part))
             last = list(threads.map(answered, range(1, n + 1), before))[-1]
     except NotFiniteError:
-        arrays.check_finite(given, None)  # the same, with the token counted from the first
+        real = compute_dtype(state._dtype)  # the same, with the token counted from the first
+        arrays.check_finite({name: arrays.as_dtype(a, real) for name, a in given.items()}, None)
         raise
     state._become(last)
     return y

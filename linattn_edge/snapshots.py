@@ -9,7 +9,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ Array = NDArray[Any]
 SNAPSHOT_VERSION = "1"
 _KINDS = {"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "uint32": "U32"}
 _BLANK = "00000000"
-_OWN = ("ids", "position", "checksums")
+_OWN = {"ids": np.int64, "position": np.int64, "checksums": np.uint32}
 
 
 class Row(NamedTuple):
@@ -62,30 +62,47 @@ def write(
     path: str | os.PathLike[str],
     metadata: dict[str, str],
     rows: list[Row],
-    ids: list[int],
-    streams: Iterator[tuple[int, list[Array]]],
+    most: int,
+    streams: Iterable[tuple[int, int, list[Array]]],
 ) -> None:
-    """Write n streams, which come one after another as (position, parts as `rows` has them), atomically."""
-    head, starts = _header(rows, len(ids), metadata)
-    checksums, positions = np.zeros(len(ids), np.uint32), np.zeros(len(ids), np.int64)
-    with replacing(path) as temporary, open(temporary, "xb") as file:
+    """Write streams, which come one after another as (id, position, parts as `rows` has them), atomically. There may be
+    fewer of them than `most`, for which room is made first."""
+    with replacing(path) as temporary:
+        count, starts = _fill(temporary, metadata, rows, most, streams)
+        if count < most:
+            with replacing(temporary) as smaller:
+                data = np.memmap(temporary, np.uint8, "r")
+                kept = (stream[:3] for stream in _each(data, rows, range(count), most, starts))
+                _fill(smaller, metadata, rows, count, kept)
+                del data, kept
+
+
+def _fill(
+    path: Path, metadata: dict[str, str], rows: list[Row], most: int, streams: Iterable[tuple[int, int, list[Array]]]
+) -> tuple[int, dict[str, int]]:
+    """A file of streams laid out for `most`; returns how many came, and where each tensor begins."""
+    head, starts = _header(rows, most, metadata)
+    ids, positions, checksums = np.zeros(most, np.int64), np.zeros(most, np.int64), np.zeros(most, np.uint32)
+    count = 0
+    with open(path, "xb") as file:
         file.write(head)
-        for i, (id_, (position, parts)) in enumerate(zip(ids, streams, strict=True)):
-            positions[i] = position
+        for id_, position, parts in streams:
             sum_ = _begun(id_, position)
             for row, part in zip(rows, parts, strict=True):
                 data = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
                 sum_ = zlib.crc32(data, sum_)
-                file.seek(starts[row.name] + i * row.nbytes)
+                file.seek(starts[row.name] + count * row.nbytes)
                 file.write(data)
-            checksums[i] = sum_
-        own: tuple[Array, ...] = np.array(ids, np.int64), positions, checksums
+            ids[count], positions[count], checksums[count] = id_, position, sum_
+            count += 1
+        own: tuple[Array, ...] = ids, positions, checksums
         for name, array in zip(_OWN, own, strict=True):
             file.seek(starts[name])
             file.write(array.tobytes())
         file.truncate(starts[""])
         file.flush()
         os.fsync(file.fileno())
+    return count, starts
 
 
 def read(
@@ -101,7 +118,7 @@ def read(
     gets a stream, where it is damaged.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{path}: no such file")
+        raise FileNotFoundError(f"{path}: {'not a regular file' if Path(path).exists() else 'no such file'}")
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -130,28 +147,41 @@ def _streams(
     wanted: list[int] | None,
     take: Callable[[int, int, list[Array]], None],
 ) -> None:
-    ids, position, checksums = (
-        data[starts[name] : starts[name] + count * np.dtype(kind).itemsize].view(kind)
-        for name, kind in zip(_OWN, (np.int64, np.int64, np.uint32), strict=True)
-    )
-    places = list(range(count))
+    places: Sequence[int] = range(count)
     if wanted is not None:
-        found = {int(id_): i for i, id_ in enumerate(ids)}
+        found = {int(id_): i for i, id_ in enumerate(_column(data, starts, "ids", count))}
         for id_ in wanted:
             if id_ not in found:
                 raise SnapshotError(f"{path}: stream {id_} is not in it")
         places = [found[id_] for id_ in wanted]
+    for id_, position, parts, good in _each(data, rows, places, count, starts):
+        if not good or position < 0:
+            raise SnapshotError(f"{path}: stream {id_} is damaged: its checksum is not that of its bytes")
+        take(id_, position, parts)
+
+
+def _column(data: Any, starts: dict[str, int], name: str, count: int) -> Array:
+    """`ids`, `position` or `checksums` of a file."""
+    kind = np.dtype(_OWN[name])
+    column: Array = data[starts[name] : starts[name] + count * kind.itemsize].view(kind)
+    return column
+
+
+def _each(
+    data: Any, rows: list[Row], places: Iterable[int], count: int, starts: dict[str, int]
+) -> Iterator[tuple[int, int, list[Array], bool]]:
+    """Streams of a file of `count`, by their places: id, position, parts, and whether the checksum is theirs."""
+    ids, positions, checksums = (_column(data, starts, name, count) for name in _OWN)
     for i in places:
-        sum_ = _begun(int(ids[i]), int(position[i]))
+        id_, position = int(ids[i]), int(positions[i])
+        sum_ = _begun(id_, position)
         parts = []
         for row in rows:
             start = starts[row.name] + i * row.nbytes
             part = data[start : start + row.nbytes]
             sum_ = zlib.crc32(part.data, sum_)
             parts.append(part.view(row.dtype).reshape(row.shape))
-        if sum_ != checksums[i] or position[i] < 0:
-            raise SnapshotError(f"{path}: stream {ids[i]} is damaged: its checksum is not that of its bytes")
-        take(int(ids[i]), int(position[i]), parts)
+        yield id_, position, parts, sum_ == checksums[i]
 
 
 def _begun(id_: int, position: int) -> int:

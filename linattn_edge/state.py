@@ -27,7 +27,7 @@ Array = NDArray[Any]
 
 _ALIGN = 64
 _DTYPES = ("float32", "float64", *layout.HALVES)
-_LAST_POSITION = 2**62  # leaves room to count on
+LAST_POSITION = 2**62  # leaves room to count on
 
 
 def _aligned(nbytes: int) -> int:
@@ -231,8 +231,8 @@ class State:
             raise DtypeError(f"position: expected integers, got {array.dtype}")
         if array.ndim:
             arrays.check_shape("position", array, "B", self._position.shape)
-        if array.size and (array.min() < 0 or array.max() > _LAST_POSITION):
-            raise ValueError(f"position: expected 0 to {_LAST_POSITION}, got {array.min()} to {array.max()}")
+        if array.size and (array.min() < 0 or array.max() > LAST_POSITION):
+            raise ValueError(f"position: expected 0 to {LAST_POSITION}, got {array.min()} to {array.max()}")
         self._position[...] = array
         self._origin[...] = -1
 
@@ -334,12 +334,7 @@ class State:
         if set(tensors) != names:
             raise StateMismatchError(f"{path}: expected tensors {sorted(names)}, got {sorted(tensors)}")
         S, position = tensors["S"], tensors["position"]
-        if (
-            position.ndim != 1
-            or position.dtype != np.int64
-            or (position < 0).any()
-            or (position > _LAST_POSITION).any()
-        ):
+        if position.ndim != 1 or position.dtype != np.int64 or (position < 0).any() or (position > LAST_POSITION).any():
             raise StateMismatchError(
                 f"{path}: position: expected int64 [B] of at least 0, got {position.dtype} {list(position.shape)}"
             )
@@ -478,6 +473,16 @@ def layer_of(attn: Any) -> Layer:
     return layer
 
 
+def _flush_folder(folder: Path) -> None:
+    """Have a folder's names on the disk too, where the system can do that."""
+    with contextlib.suppress(OSError):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary name to write to, renamed to `path` at the end: a crash or an error leaves the old file whole."""
@@ -494,9 +499,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         if target.exists():
             temporary.chmod(stat.S_IMODE(target.stat().st_mode))
         os.replace(temporary, target)
-    except BaseException:
+        _flush_folder(target.parent)
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(temporary)):
+            error.filename, error.filename2 = str(path), None  # the caller's name, not the temporary one
         raise
 
 
@@ -518,7 +526,7 @@ def read_file(
     from safetensors import SafetensorError, safe_open
 
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{path}: no such file")
+        raise FileNotFoundError(f"{path}: {'not a regular file' if Path(path).exists() else 'no such file'}")
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata()

@@ -1,6 +1,6 @@
 """The benchmark scripts: the yardstick, the tables in the pages, and short runs. (tests/test_bench.py has the rest.)"""
 
-import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -33,6 +33,14 @@ def test_the_yardstick_is_right(bench):
     assert times.shape == (5,) and (times > 0).all()
     with pytest.raises(measure.Missing, match="at most 64 tokens"):
         yardstick.contestant("gated", 2, 48)(1)
+
+
+@pytest.mark.parametrize("script", sorted({path.name for path in FOLDER.glob("*.py")} - {"yardstick.py"}))
+def test_every_script_starts(script):
+    done = subprocess.run([sys.executable, FOLDER / script, "--help"], capture_output=True, text=True, check=False)
+    if "needs torch" in done.stderr and importlib.util.find_spec("torch") is None:
+        pytest.skip("no torch")
+    assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stderr
 
 
 def test_no_compiler_is_said(bench, monkeypatch, capsys):

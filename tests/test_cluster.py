@@ -91,6 +91,30 @@ def test_errors_come_back_and_change_nothing(client):
     with pytest.raises(NotFiniteError):
         cluster_prefill(client, case.attn, pieces, state)
     assert state.position.tolist() == [0]
+    for name, wrong, message in (
+        ("q", np.full_like(pieces[0]["q"], np.nan), "piece 1: q: nan"),
+        ("q", pieces[0]["q"][:, :, :, :2], "piece 1: q: expected shape"),
+        ("q", pieces[0]["q"][:, :3], "piece 1: k: expected shape"),
+        ("q", "words", "piece 1: q"),
+        ("lengths", [3], "piece 1: expected q, k, v .and g., got q, k, v, lengths"),
+    ):
+        bad = [pieces[0], pieces[0] | {name: wrong}]
+        with pytest.raises((ValueError, TypeError), match=message):
+            cluster_prefill(client, case.attn, bad, state)
+    for bad, message in (
+        ([{"q": 1, "k": 2}], "piece 0: expected q, k, v .and g., got q, k$"),
+        ([len], "takes exactly one argument"),
+        ([lambda: None], "piece 0: expected a mapping with q, k, v .and g., got NoneType"),
+        (None, "pieces: expected a list of mappings or functions, got NoneType"),
+        (pieces[0], "pieces: expected a list of mappings or functions, got dict"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            cluster_prefill(client, case.attn, bad, state)
+    with pytest.raises(TypeError, match=r"client: expected a dask\.distributed\.Client, got NoneType"):
+        cluster_prefill(None, case.attn, [], state)
+    assert state.position.tolist() == [0]
+    first, _ = client.gather(cluster_prefill(client, case.attn, (pieces[0] for _ in range(2)), state))
+    assert first.shape[1] == 10 and state.position.tolist() == [20]
     delta = la.LinearAttention(1, 4, feature_map="identity", update_rule="delta")
     with pytest.raises(StateMismatchError, match="merge"):
         cluster_prefill(client, delta, [], delta.init_state())

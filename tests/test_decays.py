@@ -61,3 +61,8 @@ def test_layers_take_them(rule):
         one = np.tile(np.eye(1, 4, dtype=np.float32), (1, 3, 1))
         expected = np.broadcast_to(np.exp(5 * g)[:, None], (3, 4))
         np.testing.assert_allclose(attn.read(one, state)[0], expected, rtol=2e-6)
+
+
+def test_a_decay_that_is_no_logarithm_is_refused():
+    with pytest.raises(ValueError, match=r"at most 0 \(log\(0.9\), not 0.9\); the largest is 0.9"):
+        la.LinearAttention(2, 4, update_rule="gated", decay=[0.9, -0.1])

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 import linattn_edge as la
 from cases import NOJIT, sample
 from linattn_edge.errors import (
+    DtypeError,
     NotFiniteError,
     PoolFullError,
     ShapeError,
@@ -30,6 +31,7 @@ from linattn_edge.errors import (
     StateMismatchError,
     StreamError,
 )
+from linattn_edge.kernels import layout
 
 H, D = 2, 4
 RULES = ("linear", "gated", "delta", "gated_delta")
@@ -63,9 +65,8 @@ def row(given, i):
 
 def same(pool, id_, state):
     got = pool.state(id_)
-    np.testing.assert_array_equal(got.S, state.S)
-    if state.z is not None:
-        np.testing.assert_array_equal(got.z, state.z)
+    for mine, theirs in zip(got._parts(), state._parts(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
     np.testing.assert_array_equal(got.position, state.position)
 
 
@@ -158,6 +159,49 @@ def test_state_dtypes(dtype, tmp_path):
 
 
 @pytest.mark.nojit
+@pytest.mark.parametrize("normalize", [True, False])
+def test_streams_in_two_parts(normalize, tmp_path):
+    attn = layer("linear", normalize=normalize)
+    pool, T = la.StreamPool(attn, 3, compensated=True), 40  # the totals are added to every 32 tokens
+    ids, lengths = [pool.open(), pool.open()], np.array([T, T - 3])
+    states = [attn.init_state(compensated=True) for _ in ids]
+    given = tokens(attn, 2, T)
+    y = pool.prefill(ids, **given, lengths=lengths)
+    for i, state in enumerate(states):
+        want = attn.prefill(**row(given, i), state=state, lengths=lengths[i : i + 1])
+        np.testing.assert_array_equal(y[i], want[0])
+    fork = pool.fork(ids[1])
+    for turn in range(30):
+        given = tokens(attn, 2, None, turn)
+        y = pool.step([ids[0], fork], **given)
+        if turn < 20:
+            np.testing.assert_array_equal(y[:1], attn.step(**row(given, 0), state=states[0]))
+        np.testing.assert_array_equal(y[1:], attn.step(**row(given, 1), state=states[1]))
+        if turn == 14:
+            pool.checkpoint(ids[0])
+    pool.rollback(ids[0], 10)
+    pool.save(tmp_path / "p")
+    again = la.StreamPool(attn, 3, compensated=True)
+    now = again.load(tmp_path / "p")
+    for id_, state in zip((ids[0], fork), states, strict=True):
+        same(pool, id_, state)
+        same(again, now[id_], state)
+    with pytest.raises(SnapshotError, match="compensated is 'True' in the file, 'False' here"):
+        la.StreamPool(attn, 3).load(tmp_path / "p")
+    with pytest.raises(StateMismatchError, match="float32 in two parts, as the pool is, got float32"):
+        pool.open(attn.init_state())
+
+
+def test_only_sums_come_in_two_parts():
+    with pytest.raises(ValueError, match="'gated' forgets"):
+        la.StreamPool(layer("gated"), 1, compensated=True)
+    with pytest.raises(ValueError, match="compensated: expected True or False"):
+        la.StreamPool(layer("linear"), 1, compensated=1)
+    with pytest.raises(ValueError, match="compensated: of a pool of a layer"):
+        la.StreamPool(la.load_model(), 1, compensated=True)
+
+
+@pytest.mark.nojit
 def test_what_a_step_takes_and_gives():
     attn = layer("linear")
     pool = la.StreamPool(attn, 2)
@@ -200,18 +244,238 @@ def test_ids_that_are_refused():
             pool.rollback(bad, 0)
     for bad in (1.5, "a", None, True, [first]):
         assert bad not in pool
-        with pytest.raises(StaleStreamError):
+        with pytest.raises(DtypeError, match="id: expected a stream's id"):
             pool.close(bad)
-    with pytest.raises(ShapeError, match="ids"):
+    with pytest.raises(DtypeError, match="ids: expected stream ids, whole numbers, got float64"):
         pool.step([1.5], **given)
-    with pytest.raises(ShapeError, match="ids"):
+    with pytest.raises(ShapeError, match="ids: expected a list or array"):
         pool.step(first, **given)
+    with pytest.raises(ShapeError, match="got dict_keys"):
+        pool.step({first: 1}.keys(), **given)
+    with pytest.raises(StaleStreamError, match="row 0 is not open"):
+        pool.step(np.array([2**63 + 5], np.uint64), **given)
+    closed = (gone + (1 << 24)) | (gone & 0xFFFFFF)  # a number of even generation, which no stream ever has
+    pool.close(again)
+    with pytest.raises(StaleStreamError):
+        pool.step([closed], **given)
+    assert closed not in pool
+    again = pool.open()
+    assert pool.position(np.array(first)) == 0
+    assert pool.step(np.array([first], object), **given).shape == (1, H, 5)
+    pool.reset(first)
     with pytest.raises(StreamError, match="more than once"):
         pool.step([first, again, first], **tokens(attn, 3))
     with pytest.raises(StreamError, match="more than once"):
         pool.prefill([first, first], **tokens(attn, 2, 3), on_error="skip")
     assert pool.position(first) == pool.position(again) == 0
     assert len(pool) == 2 and first in pool
+
+
+@pytest.mark.nojit
+def test_a_call_with_rows_left_out_checks_the_rest_first():
+    """What is wrong with the call as a whole is found before any stream is stepped."""
+    attn = layer("linear")
+    pool = la.StreamPool(attn, 2)
+    good, given, many = pool.open(), tokens(attn, 2), tokens(attn, 2, 3)
+    locked = np.zeros((2, H, 5), np.float32)
+    locked.flags.writeable = False
+    wrong = [locked, np.zeros((1, H, 5), np.float32), np.zeros((2, H, 5), np.int64), np.zeros((2, H, 5)), [0.0]]
+    for ids in ([good, 12345], [2**70, good], [good, good + (2 << 24)]):
+        for out in wrong:
+            with pytest.raises((ValueError, TypeError), match="out"):
+                pool.step(ids, **given, out=out, on_error="skip")
+            with pytest.raises((ValueError, TypeError), match="out"):
+                pool.prefill(ids, **many, out=out, on_error="skip")
+        with pytest.raises(ShapeError, match="q"):
+            pool.step(ids, **tokens(attn, 1), on_error="skip")
+    assert pool.position(good) == 0
+    out = np.full((2, H, 5), 7, np.float32)
+    y, refused = pool.step([2**70, good], **given, out=out, on_error="skip")
+    assert y is out and refused == [2**70] and (y[0] == 0).all() and pool.position(good) == 1
+    given["k"][1, 0, 0] = np.nan
+    with pytest.raises(NotFiniteError) as error:
+        pool.step(np.array([pool.open(), good]), **given)
+    assert str(error.value).startswith(f"stream {good}, row 1: k: nan (as float32) at token 0, index [0, 0]: it would")
+    _, refused = pool.step([12345, good], **given, on_error="skip")
+    assert refused == [12345, good] and pool.position(good) == 1
+
+
+@pytest.mark.nojit
+def test_a_stream_in_use_is_left_out():
+    attn = layer("linear")
+    pool = la.StreamPool(attn, 2)
+    a, b = pool.open(), pool.open()
+    given = tokens(attn, 2)
+    with pool._taken(np.array([b])):
+        for _ in range(2):
+            _, refused = pool.step([a, b], **given, on_error="skip")
+            assert refused == [b]
+        y, refused = pool.prefill([b, a], **tokens(attn, 2, 3), on_error="skip")
+        assert refused == [b] and (y[0] == 0).all() and (y[1] != 0).any()
+        with pytest.raises(StreamError, match="in use") as error:
+            pool.step([a, b], **given)
+        assert error.value.row == 1
+    assert pool.position(a) == 5 and pool.position(b) == 0
+
+
+def test_a_checkpoint_of_a_stream_that_is_closed_meanwhile():
+    """The memory that a record points to is kept, whatever happens between two lines of `checkpoint`."""
+    attn = layer("linear")
+    pool = la.StreamPool(attn, 1)
+    given = tokens(attn, 1)
+
+    class Slow(dict):
+        def setdefault(self, slot, journal):
+            if threading.current_thread().name == "slow":
+                inside.set()
+                go.wait(10)
+            return super().setdefault(slot, journal)
+
+    for reopen in (True, False):
+        inside, go = threading.Event(), threading.Event()
+        pool._journals = Slow()
+        id_ = pool.open()
+        errors = []
+
+        def slow(id_=id_, errors=errors):
+            try:
+                pool.checkpoint(id_)
+            except StaleStreamError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=slow, name="slow")
+        thread.start()
+        assert inside.wait(10)
+        now = id_
+        if reopen:
+            pool.close(id_)
+            now = pool.open()
+        pool.checkpoint(now)
+        want = pool.state(now).S
+        go.set()
+        thread.join()
+        assert len(errors) == reopen
+        record = pool._slab.record(now)[: layout.RECORD * 8].view(np.int64)
+        assert record[layout.JOURNAL] == pool._journals[0].ctypes.data
+        for _ in range(5):
+            pool.step([now], **given)
+        pool.rollback(now, 5)
+        np.testing.assert_array_equal(pool.state(now).S, want)
+        pool.close(now)
+        assert pool.statistics().checkpoints == 0
+
+
+@pytest.mark.nojit
+def test_checkpoints_are_counted():
+    attn = layer("linear")
+    pool = la.StreamPool(attn, 2)
+    a, b = pool.open(), pool.open()
+    for id_ in (a, b):
+        pool.checkpoint(id_)
+    assert pool.statistics().checkpoints == 2
+    pool.reset(a)
+    assert pool.statistics().checkpoints == 1
+    pool.close(b)
+    with pytest.raises(StaleStreamError):
+        pool.checkpoint(b)
+    assert pool.statistics().checkpoints == 0 and len(pool._journals) == 1
+    with pytest.raises(StreamError, match="no checkpoint"):
+        pool.rollback(a, 0)
+
+
+@pytest.mark.nojit
+def test_a_refused_fork_takes_nothing():
+    pool = la.StreamPool(layer(), 1, 4)
+    pool.open()
+    with pytest.raises(StaleStreamError):
+        pool.fork(123)
+    assert pool.capacity == 1
+
+
+@pytest.mark.nojit
+def test_nobody_sees_a_stream_before_its_content(tmp_path, monkeypatch):
+    attn = layer("linear")
+    pool = la.StreamPool(attn, 4)
+    state = attn.init_state()
+    attn.step(**tokens(attn, 1), state=state)
+    put = la.StreamPool._put
+
+    def looking(self, *rest):
+        assert len(list(self)) == seen
+        put(self, *rest)
+        assert len(list(self)) == seen
+
+    monkeypatch.setattr(la.StreamPool, "_put", looking)
+    seen = 0
+    a = pool.open(state)
+    seen = 1
+    b = pool.open(state)
+    for id_ in (a, b):
+        same(pool, id_, state)
+    pool.save(tmp_path / "p")
+    seen = 2
+    for new in pool.load(tmp_path / "p").values():
+        same(pool, new, state)
+    assert len(pool) == 4
+    pool.close(a)
+    seen = 3
+    with pytest.raises(PoolFullError):
+        pool.load(tmp_path / "p")
+    assert len(pool) == 3
+    assert pool.open(state) in pool  # the slot that load had is free again
+
+    def interrupted(self, *rest):
+        raise KeyboardInterrupt
+
+    pool.close(b)
+    monkeypatch.setattr(la.StreamPool, "_put", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pool.open(state)
+    assert len(pool) == 3 and pool.open() in pool
+
+
+@pytest.mark.nojit
+def test_a_state_whose_position_can_not_be_is_refused():
+    attn = layer("linear")
+    pool = la.StreamPool(attn, 1)
+    for position in (-5, 2**63 - 1):
+        state = attn.init_state()
+        state.position[...] = position
+        with pytest.raises(ValueError, match="state: position"):
+            pool.open(state)
+    assert len(pool) == 0
+
+
+@pytest.mark.nojit
+def test_a_save_leaves_out_what_is_closed_meanwhile(tmp_path, monkeypatch):
+    attn = layer("gated_delta")
+    pool = la.StreamPool(attn, 12)
+    ids = [pool.open() for _ in range(12)]
+    pool.prefill(ids, **tokens(attn, 12, 5))
+    states = {id_: pool.state(id_) for id_ in ids}
+    image, gone = la.StreamPool._image, [ids[0], ids[5], ids[6], ids[11]]
+
+    def closing(self, id_):
+        if id_ in gone and id_ in self:
+            self.close(id_)
+        return image(self, id_)
+
+    monkeypatch.setattr(la.StreamPool, "_image", closing)
+    with pytest.raises(StaleStreamError, match=str(ids[0])):
+        pool.save(tmp_path / "named", ids)
+    assert list(tmp_path.iterdir()) == []
+    pool.save(tmp_path / "p")
+    monkeypatch.undo()
+    made = la.StreamPool(attn, 12)
+    now = made.load(tmp_path / "p")
+    assert list(now) == [id_ for id_ in ids if id_ not in gone]
+    for old, new in now.items():
+        same(made, new, states[old])
+    pool.save(tmp_path / "q", iter(now))
+    assert (tmp_path / "p").read_bytes() == (tmp_path / "q").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p", "q"]
+    pool.save(tmp_path / "r", now.keys())
+    made.load(tmp_path / "r", {ids[1]})
 
 
 @pytest.mark.nojit
@@ -418,6 +682,38 @@ def test_rollback_is_to_the_bit(name):
 @pytest.fixture(scope="module")
 def model():
     return la.load_model()
+
+
+def test_a_model_checks_all_before_it_steps():
+    model = la.load_model()
+    pool = la.StreamPool(model, 2)
+    a, b = pool.open(), pool.open()
+    for out in (np.empty((2, 256)), np.empty((1, 256), np.float32), np.empty((2, 255), np.float32)):
+        for on_error in ("raise", "skip"):
+            for ids, ids_of_tokens in (([a, b], [1, 2]), ([a, 5], [1, 2]), ([a, b], [1, 300])):
+                with pytest.raises((ValueError, TypeError)):
+                    pool.step(ids, ids_of_tokens, out=out, on_error=on_error)
+    with pytest.raises(TypeError, match="tokens, got None"):
+        pool.step([a], None)
+    assert pool.position(a) == pool.position(b) == 0
+    out = np.empty((2, 256), np.float32)
+    y, refused = pool.step([a, b], [1, 300], out=out, on_error="skip")
+    assert y is out and refused == [b] and not out[1].any()
+
+
+@pytest.mark.parametrize("padding", [-1, -100, 1 << 40])
+def test_padding_of_a_model_is_not_looked_at(padding):
+    model = la.load_model()
+    pool, states = la.StreamPool(model, 2), model.init_state(2)
+    tokens_, lengths = np.array([[1, 2, 3], [4, padding, padding]]), [3, 1]
+    want = model.prefill(np.maximum(np.minimum(tokens_, 255), 0), states, lengths)
+    np.testing.assert_array_equal(model.prefill(tokens_, model.init_state(2), lengths), want)
+    ids = [pool.open(), pool.open()]
+    np.testing.assert_array_equal(pool.prefill(ids, tokens_, lengths=lengths), want)
+    with pytest.raises(ValueError, match="tokens: expected ids from 0 to 255"):
+        model.prefill(tokens_, model.init_state(2), [3, 2])
+    _, refused = pool.prefill(ids, tokens_, lengths=[3, 2], on_error="skip")
+    assert refused == [ids[1]]
 
 
 def test_a_model(model, tmp_path):
@@ -629,11 +925,11 @@ class Streams(RuleBasedStateMachine):
 
     folder: Path
 
-    @initialize(name=st.sampled_from(RULES), seed=st.integers(0, 2**31))
-    def begin(self, name, seed):
-        self.attn = layer(name)
+    @initialize(name=st.sampled_from(RULES), seed=st.integers(0, 2**31), long=st.booleans())
+    def begin(self, name, seed, long):
+        self.attn, self.long = layer(name), long and name == "linear"
         self.rng = np.random.default_rng(seed)
-        self.pool = la.StreamPool(self.attn, 2, 12, window=4)
+        self.pool = la.StreamPool(self.attn, 2, 12, window=4, compensated=self.long)
         self.states, self.marks, self.gone, self.file = {}, {}, [], None
 
     def some(self):
@@ -650,7 +946,7 @@ class Streams(RuleBasedStateMachine):
             return
         id_ = self.pool.open()
         assert id_ not in self.states and id_ not in self.gone
-        self.states[id_] = self.attn.init_state()
+        self.states[id_] = self.attn.init_state(compensated=self.long)
 
     @precondition(lambda self: self.states)
     @rule()
@@ -673,7 +969,7 @@ class Streams(RuleBasedStateMachine):
     def reset(self):
         id_ = self.one()
         self.pool.reset(id_)
-        self.states[id_] = self.attn.init_state()
+        self.states[id_] = self.attn.init_state(compensated=self.long)
         self.marks.pop(id_, None)
 
     @rule(T=st.sampled_from([None, None, None, 1, 3, 6]))

@@ -26,7 +26,7 @@ MODE, T, WIDTH, PIECE, GROUP, WORK = range(40, 46)  # WIDTH: decays for each hea
 STREAMS = 46  # address of B addresses: streams of a pool, each in a record of its own; 0 where the block has them all
 HEADER = 48
 
-# A record is one stream of a pool (streams.py): int64 fields, positions of further layers, S, z, convolutions. A job on
+# A record is one stream of a pool (records.py): int64 fields, positions of further layers, S, z, convolutions. A job on
 # records has a header of its own, in which AT_POSITION, AT_S and AT_Z count from the start of a record.
 POSITION, GENERATION, USE, FRESH, JOURNAL, LOGGED = range(6)  # FRESH: to be zeroed; JOURNAL: an address, or 0
 RECORD = 8  # fields; what a copy takes along is POSITION and all behind the fields

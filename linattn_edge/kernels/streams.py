@@ -82,7 +82,7 @@ def let_go(streams, count):
 @device
 def take_one(id_, place, use):
     """Take the record at an address, if the id is that of its stream."""
-    if place == 0:
+    if place == 0 or (id_ >> SLOT_BITS) % 2 == 0:
         return layout.STALE
     record = record_at(place)
     if record[GENERATION] != id_ >> SLOT_BITS:
@@ -363,10 +363,11 @@ def _build_mark() -> Callable[..., int]:
 
 
 def _build_begin() -> Callable[..., int]:
-    def begin(slot, table):
-        """Open the stream of a slot that nobody has: returns its id."""
+    def begin(slot, table, filled):
+        """Open the stream of a slot that nobody has: returns its id. filled: what it begins with is in its record."""
         record = record_at(table[slot])
-        record[POSITION] = 0
+        if filled == 0:
+            record[POSITION] = 0
         record[LOGGED] = 0
         record[JOURNAL] = 0
         record[GENERATION] += 1
@@ -423,7 +424,7 @@ _SMALL: dict[str, tuple[Callable[[], Callable[..., int]], tuple[Any, ...]]] = {
     "copy": (_build_copy, (_WORDS, _WORDS, _ROOM, _WORD, _WORD)),
     "fork": (_build_fork, (_WORD, _WORD, _WORDS, _WORD)),
     "renew": (_build_renew, (_WORDS, _WORDS, _ROOM, _WORD)),
-    "begin": (_build_begin, (_WORD, _WORDS)),
+    "begin": (_build_begin, (_WORD, _WORDS, _WORD)),
     "positions": (_build_positions, (_WORDS, _ROOM)),
     "mark": (_build_mark, (_WORDS, _WORDS, _ROOM, _WORD, _WORD, _WORD)),
 }

@@ -17,6 +17,7 @@ from linattn_edge.models.checkpoint import Tensors, read_config
 from linattn_edge.models.generate import Sampler, generate
 from linattn_edge.models.state import ModelState, digest
 
+Array = NDArray[Any]
 F32 = NDArray[np.float32]
 
 BLOCK = 64  # tokens of each stream that one call of a prefill takes
@@ -92,8 +93,9 @@ class Model:
         if logits not in ("all", "last"):
             raise ValueError(f"logits: expected 'all' or 'last', got {logits!r}")
         self._check_state(state)
-        ids = self._ids(tokens, state.batch_size, 2)
-        return self._prefill(ids, state, None if lengths is None else arrays.lengths_array(lengths, *ids.shape), logits)
+        shape = self._token_array(tokens, state.batch_size, 2).shape
+        real = None if lengths is None else arrays.lengths_array(lengths, *shape)
+        return self._prefill(self._ids(tokens, state.batch_size, 2, real), state, real, logits)
 
     def _prefill(self, ids: NDArray[np.int64], state: Any, real: NDArray[np.int64] | None, logits: str) -> F32:
         B, T = ids.shape
@@ -163,11 +165,21 @@ class Model:
         if state._digest != self._digest:
             raise StateMismatchError("state: belongs to another model")
 
-    def _ids(self, tokens: Any, batch_size: int, axes: int) -> NDArray[np.int64]:
+    def _token_array(self, tokens: Any, batch_size: int, axes: int) -> Array:
+        """Integers [B] or [B, T]."""
         ids = arrays.to_array("tokens", tokens)
         arrays.check_shape("tokens", ids, "B, T" if axes == 2 else "B", (batch_size, None)[:axes])
         if ids.size and ids.dtype.kind not in "iu":
             raise TypeError(f"tokens: expected integers, got {ids.dtype}")
+        return ids
+
+    def _ids(
+        self, tokens: Any, batch_size: int, axes: int, lengths: NDArray[np.int64] | None = None
+    ) -> NDArray[np.int64]:
+        """Tokens that the model knows, as int64; what stands in padding is not looked at, and becomes 0."""
+        ids = self._token_array(tokens, batch_size, axes)
+        if lengths is not None:
+            ids = np.where(np.arange(ids.shape[1]) < lengths[:, None], ids, 0)
         if ids.size and not (ids.min() >= 0 and ids.max() < self.vocab_size):
             raise ValueError(f"tokens: expected ids from 0 to {self.vocab_size - 1}, got {ids.min()} to {ids.max()}")
         return np.ascontiguousarray(ids, np.int64)

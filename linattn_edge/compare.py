@@ -14,7 +14,6 @@ from linattn_edge import plots
 from linattn_edge.approximation import softmax_error
 from linattn_edge.arrays import real_array
 from linattn_edge.attention import LinearAttention
-from linattn_edge.bench.turns import alternate, timed
 from linattn_edge.errors import ShapeError
 from linattn_edge.features import (
     MAPS,
@@ -219,6 +218,8 @@ def _row(tokens: Tokens, phi: FeatureMap, lengths: list[int]) -> Row:
 
 def _us_per_token(attn: LinearAttention | SoftmaxAttention, state: Any, tokens: Tokens) -> float:
     """The least time of a step, each from the same state; its inputs are the last token again."""
+    from linattn_edge.bench.turns import alternate, timed
+
     q, k, v = (np.ascontiguousarray(x[None, -1], np.float32) for x in (tokens.q, tokens.k, tokens.v))
     out = np.empty((1, q.shape[1], v.shape[2]), np.float32)
     now = state.copy()

@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from linattn_edge import plots
-from linattn_edge.bench.turns import alternate, timed
 from linattn_edge.models import Model, ModelState, bundled, load_model, load_tokenizer
 from linattn_edge.softmax import SoftmaxAttention
 from linattn_edge.terminal import progress, readable, size, table, write
@@ -95,6 +94,8 @@ def write_on(model: Model, state: ModelState, last: int, tokens: int, show: Call
 
 def measure(model: Model, states: dict[int, ModelState]) -> list[Row]:
     """A step of the model at each position, and softmax attention with the same heads over as many tokens."""
+    from linattn_edge.bench.turns import alternate, timed
+
     layer = model.layers[0]
     attn = SoftmaxAttention(layer.H, layer.K, layer.V)
     rng = np.random.default_rng(0)

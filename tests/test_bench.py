@@ -660,6 +660,24 @@ def test_a_file_that_is_no_report(tmp_path, capsys, content, message):
         assert message in err and "file.json" in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("lacking", ["load", "clocks", "min"])
+def test_a_report_that_lacks_something(tmp_path, capsys, lacking):
+    """A file whose parts have the right kinds, but not all that is in them."""
+
+    def without(value):
+        if isinstance(value, dict):
+            return {name: without(part) for name, part in value.items() if name != lacking}
+        return [without(part) for part in value] if isinstance(value, list) else value
+
+    path = tmp_path / "file.json"
+    data = without(report().to_dict())
+    data["groups"] = [group | {"load": []} for group in data["groups"]]
+    path.write_text(json.dumps(data), encoding="utf-8")
+    assert cli.main(["bench", "--from", str(path)]) == 1
+    err = capsys.readouterr().err
+    assert "damaged report" in err and lacking in err and "file.json" in err and err.count("\n") == 1
+
+
 # ---- options
 
 

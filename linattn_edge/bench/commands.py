@@ -52,13 +52,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """The command."""
-    from linattn_edge.bench import comparison, files, tables
-    from linattn_edge.bench.page import page
+    from linattn_edge.bench import files
 
     check(args)
     old = None if args.compare is None else files.from_json(args.compare)
+    report = files.from_json(args.source) if args.source else measure(args, show=not (args.json or args.csv))
+    try:
+        present(args, report, old)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        saved = [str(path) for path in (args.source, args.compare) if path is not None]
+        if not saved:
+            raise
+        raise ValueError(f"{' or '.join(saved)}: a damaged report ({type(error).__name__}: {error})") from error
+
+
+def present(args: argparse.Namespace, report: Any, old: Any) -> None:
+    """All that is made of a run: tables, the comparison with an older one, files."""
+    from linattn_edge.bench import comparison, files, tables
+    from linattn_edge.bench.page import page
+
     text = not (args.json or args.csv)
-    report = files.from_json(args.source) if args.source else measure(args, show=text)
     if args.source and text:
         show(report)
     if old is not None:

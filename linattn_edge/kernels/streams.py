@@ -368,6 +368,7 @@ def _build_begin() -> Callable[..., int]:
         record = record_at(table[slot])
         if filled == 0:
             record[POSITION] = 0
+            record[FRESH] = 1  # whatever was put there, by a load that was refused
         record[LOGGED] = 0
         record[JOURNAL] = 0
         record[GENERATION] += 1

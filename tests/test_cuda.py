@@ -23,7 +23,7 @@ import linattn_export as lx
 from cases import SAMPLES, VARIANTS, make
 from linattn_edge import gpu
 from linattn_edge.errors import DeviceError, DtypeError, NotFiniteError, ShapeError, StateMismatchError
-from test_cuda_bench import made_up
+from test_cuda_bench import Timer, made_up
 
 SINGLE = 1e-5
 simulated = pytest.mark.cudasim
@@ -663,14 +663,62 @@ def test_the_check(small, monkeypatch, tmp_path, capsys):
     check = checker(monkeypatch)
     monkeypatch.setattr(check, "SAMPLES", ["elu", "rff"])
     assert check.main(["--quick", "--json", str(tmp_path / "report")]) == 0
-    assert "Correctness: 7 of 7 cases within 1e-05" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Correctness: 13 of 13 cases within 1e-05" in out
+    assert re.search(r"^Versions: system .+, Python 3.+, numba .+, numpy .+\.$", out, re.MULTILINE)
     report = json.loads((tmp_path / "report").read_text())
     assert report["card"] == "Numba's simulator"
     assert report["groups"] == []
+    assert len(report["correctness"]["errors"]) == 13
     monkeypatch.setattr(check, "BOUND", 0)
-    monkeypatch.setattr(check, "cases", lambda quick, all=check.cases: all(quick)[-2:])
+    monkeypatch.setattr(check, "cases", lambda quick, all=check.cases: all(quick)[6:7])
     assert check.main(["--quick"]) == 1
     assert "FAILED map elu: relative RMS error" in capsys.readouterr().out
+
+
+@simulated
+def test_a_replay_that_does_nothing_is_wrong(monkeypatch):
+    check = checker(monkeypatch)
+    monkeypatch.setattr(check.device, "Timer", Timer)
+    with pytest.raises(ValueError, match=r"the position is \[0, 0, 0\] after four replays"):
+        check.graph_is_right()
+
+
+def grid_of(check, monkeypatch, **calls):
+    monkeypatch.setattr(check, "cases", lambda quick: list(calls.items()))
+
+
+@simulated
+@pytest.mark.parametrize("error", [np.inf, np.nan, 1e-3])
+def test_the_check_fails_where_a_case_is_wrong(monkeypatch, tmp_path, capsys, error):
+    """The replay of a graph is a case like the others."""
+    check = checker(monkeypatch)
+    grid_of(check, monkeypatch, good=lambda: 0.0, graph=lambda: error, other=lambda: 0.0)
+    path = tmp_path / "report"
+    assert check.main(["--quick", "--json", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "Correctness: 2 of 3 cases" in out and f"- FAILED graph: relative RMS error {error:.1e}" in out
+    report = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert report["correctness"]["errors"]["graph"] == (error if np.isfinite(error) else None)
+
+
+@simulated
+def test_the_check_stops_where_the_gpu_has_had_enough(monkeypatch, capsys):
+    check, run = checker(monkeypatch), []
+    grid_of(check, monkeypatch, first=lambda: 1 / 0, second=lambda: run.append(1) or 0.0)
+    assert check.main(["--quick"]) == 1
+    out = capsys.readouterr().out
+    assert "Correctness: 1 of 2 cases" in out and "- FAILED first: ZeroDivisionError" in out and "STOPPED" not in out
+    monkeypatch.setattr(check, "upload", lambda *arrays: 1 / 0)
+    assert check.main(["--quick"]) == 1
+    out = capsys.readouterr().out
+    assert "Correctness: 0 of 2 cases" in out
+    assert "- STOPPED: after 'first' the GPU does not even copy a number (ZeroDivisionError: " in out
+    assert "; 1 of the cases and all times were not run." in out
+    assert len(run) == 1
+    report = {"stopped": None, "failures": {}}
+    assert check.attempt(report, "a", lambda: 1 / 0) is check.attempt(report, "b", lambda: run.append(2)) is None
+    assert list(report["failures"]) == ["a"] and report["stopped"].startswith("after 'a'") and len(run) == 1
 
 
 # without the simulator
@@ -680,19 +728,39 @@ def test_the_text_of_the_check(monkeypatch):
     """Of figures that are made up."""
     check = checker(monkeypatch)
     report = {
-        "date": "2026-01-01", "card": "a card", "version": "1", "command": "this", "seconds": 1.0,
-        "correctness": {"cases": 3, "worst": 1e-7, "failed": {"one": "why"}},
-        "graph_error": 1e-7, "empty_replay_us": 1.5, "groups": [asdict(group) for group in made_up()],
+        "date": "2026-01-01", "card": "a card", "version": "1", "versions": {"driver": "2"}, "command": "this",
+        "seconds": 1.0, "stopped": None,
+        "correctness": {"cases": 3, "run": 3, "worst": 1e-7, "failed": {"one": "why"}, "stopped": None},
+        "empty_replay_us": 1.5, "groups": [asdict(group) for group in made_up()],
         "failures": {"that": "out of memory"},
     }  # fmt: skip
     text = check.text(report)
+    assert "Versions: driver 2." in text
     assert "Correctness: 2 of 3 cases" in text
     assert "- FAILED one: why" in text
     assert "A kernel that does nothing, in a graph: 1.5 µs." in text
     assert re.search(r"^gated +16 +8 × 64 +2.00 +", text, re.MULTILINE)
     assert re.search(r"^linear, elu +8 +64 +", text, re.MULTILINE)
     assert "- not timed: another: linattn_edge: left out, out of GPU memory" in text
-    assert "- not measured: that: out of memory" in text
+    assert "- FAILED, not measured: that: out of memory" in text
+    assert not check.is_good(report)
+    good = report | {"failures": {}, "correctness": report["correctness"] | {"failed": {}}}
+    assert check.is_good(good)
+    assert not check.is_good(good | {"stopped": "why"})
+
+
+def test_the_check_says_beforehand_what_it_does(monkeypatch, capsys, tmp_path):
+    check = checker(monkeypatch)
+    monkeypatch.setattr(gpu, "why_not", lambda: None)
+    monkeypatch.setattr(check, "measure", lambda *_: pytest.fail("measured"))
+    for path in (tmp_path, tmp_path / "no" / "x.json"):
+        assert check.main(["--json", str(path)]) == 1
+        out, err = capsys.readouterr()
+        assert out == "" and re.fullmatch(r"cuda_check: --json: .+ is (a|no) folder\n", err)
+    with pytest.raises(SystemExit):
+        check.main(["--help"])
+    out = capsys.readouterr().out
+    assert "FAILED" in out and "Exit status: 0" in out
 
 
 def test_the_check_without_a_gpu(monkeypatch, capsys):

@@ -76,7 +76,7 @@ def cases(quick: bool) -> list[tuple[str, Callable[[], float]]]:
         options = {"T": 20, "K": 16, "V": 33, "position": 3, "normalize": name in POSITIVE} | small
         grid.append((f"map {name}", make("gated", "head", "gqa", name, hard=False, **options)))
     found: list[tuple[str, Callable[[], float]]] = [(name, lambda case=case: compare(case)) for name, case in grid]
-    options = {"T": 20, "K": 16, "V": 33} | small
+    options = {"T": 20, "K": 16, "V": 33, "backend": "cuda"} | small  # one layer for all calls: it keeps its kernels
     layers = [
         ("gated gqa", make("gated", "head", "gqa", "elu", B=3, hard=False, normalize=True, **options)),
         ("gated_delta gva", make("gated_delta", "head", "gva", "identity", B=3, hard=False, **options)),
@@ -131,7 +131,7 @@ def lengths(case: Any) -> float:
     for row, n in enumerate(ragged.lengths):
         for a in (ragged.q, ragged.k, ragged.v):
             a[row, n:] = np.nan
-    attn, errors = case.layer(backend="cuda"), []
+    attn, errors = case.attn, []
     for dtype in (np.int64, np.int32):
         state = attn.init_state(3)
         there, rest = on_gpu(ragged)
@@ -146,7 +146,7 @@ def active(case: Any) -> float:
     """Steps of some streams."""
     T = case.q.shape[1]
     ragged = case.with_(lengths=np.array([T, 0, T]))
-    attn, y = case.layer(backend="cuda"), []
+    attn, y = case.attn, []
     state = attn.init_state(3)
     (mask,) = upload(np.array([True, False, True]))
     for t in range(T):
@@ -158,7 +158,7 @@ def active(case: Any) -> float:
 
 def write_and_read(case: Any) -> float:
     """The two halves of a step."""
-    attn, y = case.layer(backend="cuda"), []
+    attn, y = case.attn, []
     state = attn.init_state(3)
     for t in range(case.q.shape[1]):
         (q, k, v), rest = on_gpu(case, t)
@@ -169,7 +169,7 @@ def write_and_read(case: Any) -> float:
 
 def flags(case: Any) -> float:
     """NaN in a token is found by `check`, until the state is reset; the other calls are as before."""
-    attn = case.layer(backend="cuda")
+    attn = case.attn
     state = attn.init_state(3)
     (q, k, v), rest = on_gpu(case)
     bad = case.k.copy()
@@ -186,7 +186,7 @@ def flags(case: Any) -> float:
 
 def rows(case: Any) -> float:
     """A copy goes on where the state was, and rows that are picked are what they were."""
-    attn, T = case.layer(backend="cuda"), case.q.shape[1] // 2
+    attn, T = case.attn, case.q.shape[1] // 2
     state, y = attn.init_state(3), []
     for part in (slice(0, T), slice(T, None)):
         there, rest = on_gpu(case, part)
@@ -200,12 +200,13 @@ def rows(case: Any) -> float:
 
 def own_stream(case: Any) -> float:
     """Calls on a stream of the caller's, with NumPy arrays and with arrays on the GPU that were made on it."""
-    cuda, attn = numba_cuda(), case.layer(backend="cuda")
+    cuda, attn = numba_cuda(), case.attn
     stream, T = cuda.stream(), case.q.shape[1] // 2
     state = attn.init_state(3)
     y = [case.prefill(state, slice(0, T), attn=attn, stream=stream)]
     arrays, rest = case.tokens(slice(T, None))
-    there = [cuda.to_device(np.ascontiguousarray(a), stream=stream) for a in (*arrays, *rest.values())]
+    here = [np.ascontiguousarray(a) for a in (*arrays, *rest.values())]  # to be there until the stream is done
+    there = [cuda.to_device(a, stream=stream) for a in here]
     late = attn.prefill(*there[:3], state, stream=stream, **dict(zip(rest, there[3:], strict=True)))
     stream.synchronize()
     y.append(late.copy_to_host())

@@ -689,7 +689,8 @@ def linear_attention(
         attn._check_state(start)
         state = start.copy()
         if dtype is not None and state_dtype(dtype) != state._dtype:
-            state = State.from_arrays(attn, state.S, state.z, state.position, dtype)
+            host = state.to("cpu")
+            state = State.from_arrays(attn, host.S, host.z, host.position, dtype)
     else:
         pair = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
         if len(pair) != 2:

@@ -274,6 +274,8 @@ def test_states_that_do_not_fit(small):
         attn.step(x, x, x, None)
     with pytest.raises(DtypeError, match="on the GPU is float32"):
         attn.init_state(1, "float64")
+    with pytest.raises(DtypeError, match="on the GPU is float32"):
+        la.linear_attention(*[x[:, None]] * 3, initial_state=attn.init_state(), dtype="float64", backend="cuda")
     with pytest.raises(ValueError, match=r"^device: "):
         attn.init_state().to("gpu")
     with pytest.raises(ValueError, match=r"^device: "):

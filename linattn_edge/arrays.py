@@ -28,10 +28,15 @@ def flag(name: str, value: Any) -> bool:
 
 
 def to_array(name: str, value: Any) -> Array:
-    """`value` as a NumPy array: NumPy, a CPU tensor with `__array__` or DLPack, or nested lists."""
+    """`value` as a NumPy array: NumPy, a CPU tensor with `__array__` or DLPack, or nested lists.
+
+    Numba's arrays on a GPU have `__array__` too, which copies: they are refused, as those of other libraries are.
+    """
     if isinstance(value, np.ndarray):
         return value
     try:
+        if hasattr(value, "__cuda_ndarray__") or hasattr(value, "__cuda_array_interface__"):
+            raise BufferError("it lies on a GPU")
         if hasattr(value, "__dlpack__") and not hasattr(value, "__array__"):
             value = np.from_dlpack(value)
         return np.asarray(value)

@@ -277,12 +277,13 @@ class LinearAttention:
             return None
 
     def _engine(self) -> "Engine":
-        """The layer's kernels on the GPU."""
-        if "cuda" not in self._entries:
-            from linattn_edge.gpu import Engine
+        """The layer's kernels on the current GPU."""
+        from linattn_edge.gpu import Engine, current_device
 
-            self._entries.setdefault("cuda", (Engine(self.layer, self._check_finite),))
-        return cast("Engine", self._entries["cuda"][0])
+        name = f"cuda {current_device()}"
+        if name not in self._entries:
+            self._entries.setdefault(name, (Engine(self.layer, self._check_finite),))
+        return cast("Engine", self._entries[name][0])
 
     def _check_state(self, state: Any) -> None:
         if self.backend == "cuda":
@@ -353,7 +354,7 @@ class LinearAttention:
                 on_gpu = cast(Any, state)
                 y = gpu.run(self, self._engine(), mode, axes, taken, on_gpu, g, beta, lengths, out, stream)
                 return cast("Array | None", y)
-            for name, value in (("g", g), ("beta", beta), ("lengths or active", lengths), ("out", out)):
+            for name, value in (("g", g), ("beta", beta), (gpu.counts_name(mode, axes), lengths), ("out", out)):
                 if _on_gpu(value):
                     other = next(iter(taken))
                     raise DtypeError(f"{name}: lies on the GPU, {other} on the CPU; nothing is copied in silence")
@@ -688,7 +689,8 @@ def linear_attention(
         attn._check_state(start)
         state = start.copy()
         if dtype is not None and state_dtype(dtype) != state._dtype:
-            state = State.from_arrays(attn, state.S, state.z, state.position, dtype)
+            host = state.to("cpu")
+            state = State.from_arrays(attn, host.S, host.z, host.position, dtype)
     else:
         pair = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
         if len(pair) != 2:
@@ -701,7 +703,8 @@ def linear_attention(
 
 def warmup(attn: LinearAttention | SoftmaxAttention, dtype: DTypeLike = "float32") -> None:
     """Compile, or load from the cache, all that `attn` needs for states of that dtype: its first token then costs
-    what the others do."""
+    what the others do. With `backend="cuda"` lengths, `active` and a g for each channel still compile at their first
+    call."""
     if not isinstance(attn, (LinearAttention, SoftmaxAttention)):
         raise TypeError(f"attn: expected a LinearAttention or a SoftmaxAttention, got {type(attn).__name__}")
     attn._warmup(state_dtype(dtype))

@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ DeviceArray = Any  # an array of Numba's on the device
 
 INSTALL = 'pip install "linattn-edge[cuda]"'
 OUT_OF_MEMORY = "out of GPU memory"
+_WARNINGS = threading.Lock()  # what hides a warning does so for all threads
 _COMPILERS = ("Nvvm", "Nvrtc", "Linker", "CCSupport")  # whose errors begin so
 
 
@@ -63,6 +65,14 @@ def require() -> Any:
     from numba import cuda
 
     return cuda
+
+
+def current_device() -> int:
+    """The number of the GPU that calls go to."""
+    if simulated():
+        return 0
+    with guard():
+        return int(require().get_current_device().id)
 
 
 def card() -> str:
@@ -102,46 +112,82 @@ def is_device_array(value: Any) -> bool:
     try:
         if getattr(value, "__cuda_ndarray__", False) or hasattr(value, "__cuda_array_interface__"):
             return True
-    except RuntimeError:  # torch: a tensor there that requires grad
+    except Exception:  # torch: a tensor there that requires grad; what is wrong is said when it is taken
         return True
-    if not hasattr(value, "__dlpack_device__"):
+    try:
+        return bool(value.__dlpack_device__()[0] == 2)  # kDLCUDA
+    except Exception:  # it has none, or can't say
         return False
-    return bool(value.__dlpack_device__()[0] == 2)  # kDLCUDA
 
 
-def device_array(name: str, value: Any, dtypes: tuple[str, ...] = ("float32",), writable: bool = False) -> DeviceArray:
-    """`value`, which lies on the GPU, as a Numba device array of the same memory."""
+def device_array(
+    name: str,
+    value: Any,
+    dtypes: tuple[str, ...] = ("float32",),
+    writable: bool = False,
+    stream: int = 0,
+    held: list[Any] | None = None,
+) -> DeviceArray:
+    """`value`, which lies on the GPU, as a Numba device array of the same memory.
+
+    stream: the address of the one that it will be used on, which a library with DLPack alone is told, so that what it
+    has under way there is done before. What such a library must keep goes to `held`.
+    """
     cuda = require()
     if not is_device_array(value):
         raise DtypeError(f"{name}: expected an array on the GPU, as the others are, got {type(value).__name__}")
-    try:
-        if getattr(value, "__cuda_ndarray__", False):
-            array = value
-        else:
-            interface = _interface(value)
-            if writable and interface["data"][1]:
-                raise BufferError("it is read-only")
-            array = cuda.from_cuda_array_interface(interface, owner=value, sync=False)
-    except (TypeError, ValueError, RuntimeError, BufferError, NotImplementedError) as error:
-        reason = " ".join(str(error).split())
-        raise DtypeError(f"{name}: expected an array on the GPU, got {type(value).__name__} ({reason})") from None
-    if array.dtype.name not in dtypes:
+    with guard():
+        try:
+            if getattr(value, "__cuda_ndarray__", False):
+                array = value
+            else:
+                interface, owner = _interface(value, stream)
+                if owner is not value and held is not None:
+                    held.append(owner)
+                if writable and interface["data"][1]:
+                    raise BufferError("it is read-only")
+                array = cuda.from_cuda_array_interface(interface, owner=owner, sync=False)
+            start, number = _span(array)[0], _device_of(value, array)
+        except (
+            TypeError, ValueError, RuntimeError, BufferError, NotImplementedError, LookupError, AttributeError,
+            ArithmeticError, SystemError,
+        ) as error:  # fmt: skip
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise DtypeError(f"{name}: expected an array on the GPU, got {type(value).__name__} ({reason})") from None
+    if array.dtype.name not in dtypes or not array.dtype.isnative:
         raise DtypeError(f"{name}: expected {' or '.join(dtypes)} on the GPU, got {array.dtype}; nothing is converted")
     if array.size and not array.is_c_contiguous():
         raise ShapeError(f"{name}: expected a C-contiguous array on the GPU, got strides {list(array.strides)}")
-    number = getattr(getattr(value, "device", None), "index", None)
-    if not simulated() and isinstance(number, int) and number != cuda.get_current_device().id:
-        raise DeviceError(f"{name}: lies on GPU {number}, the current one is {cuda.get_current_device().id}")
+    if array.size and (start == 0 or start % array.dtype.itemsize):
+        raise DtypeError(f"{name}: expected the address of a {array.dtype} on the GPU, got {start:#x}")
+    if number is not None and number != current_device():
+        raise DeviceError(f"{name}: lies on GPU {number}, the current one is {current_device()}")
     return array
 
 
-def _interface(value: Any) -> dict[str, Any]:
-    """The CUDA array interface of an array, also of one that has DLPack only."""
+def _device_of(value: Any, array: DeviceArray) -> int | None:
+    """The number of the GPU that an array lies on; None where its library does not say."""
+    if getattr(value, "__cuda_ndarray__", False):
+        return None if simulated() else int(array.gpu_data.context.device.id)
+    there = getattr(value, "device", None)
+    for number in (getattr(there, "index", None), getattr(there, "id", None)):  # torch, CuPy
+        if isinstance(number, int):
+            return number
+    return int(value.__dlpack_device__()[1]) if hasattr(value, "__dlpack_device__") else None
+
+
+def _interface(value: Any, stream: int = 0) -> tuple[dict[str, Any], Any]:
+    """The CUDA array interface of an array, also of one that has DLPack only, and what keeps its memory."""
     if hasattr(value, "__cuda_array_interface__"):
-        return dict(value.__cuda_array_interface__)
+        found = dict(value.__cuda_array_interface__)
+        if found.get("version", 0) > 3:
+            raise NotImplementedError(f"version {found['version']} of the interface is not known")
+        if found["data"][0] is None or len(found["data"]) != 2:
+            raise ValueError("data: expected an address and whether it is read-only")
+        return found, value
     from cuda.core.utils import StridedMemoryView  # type: ignore[import-not-found]  # comes with numba-cuda
 
-    view = StridedMemoryView.from_dlpack(value, stream_ptr=-1)  # ordered by the stream that the caller gives
+    view = StridedMemoryView.from_dlpack(value, stream_ptr=stream or 1)  # 1: DLPack's name of the default stream
     size = view.dtype.itemsize
     strides = None if view.strides is None else tuple(s * size for s in view.strides)
     return {
@@ -150,17 +196,23 @@ def _interface(value: Any) -> dict[str, Any]:
         "strides": strides,
         "typestr": view.dtype.str,
         "data": (view.ptr, bool(view.readonly)),
-    }
+    }, (value, view)
+
+
+def _address(stream: Any) -> int:
+    """Of a stream as `stream_of` gives it."""
+    return 0 if not stream or simulated() else int(stream)
 
 
 def stream_of(stream: Any, value: Any) -> Any:
     """The stream to launch on: the one given, else the one that `value`'s library works on, else the default one."""
     cuda = require()
     if stream is None:
-        if type(value).__module__.partition(".")[0] == "torch":
-            stream = sys.modules["torch"].cuda.current_stream(value.device).cuda_stream
-        elif hasattr(value, "__cuda_array_interface__"):
-            stream = value.__cuda_array_interface__.get("stream")
+        with contextlib.suppress(Exception):  # what is wrong with `value` is said when it is taken
+            if _library(value) == "torch":
+                stream = sys.modules["torch"].cuda.current_stream(value.device).cuda_stream
+            elif hasattr(value, "__cuda_array_interface__"):
+                stream = value.__cuda_array_interface__.get("stream")
         if not stream:
             return 0
     for name in ("cuda_stream", "ptr"):  # torch, CuPy
@@ -177,12 +229,18 @@ def stream_of(stream: Any, value: Any) -> Any:
     return stream
 
 
+def _library(value: Any) -> str | None:
+    """Of those that have streams and memory of their own: "torch" or "cupy", subclasses too."""
+    modules = [kind.__module__.partition(".")[0] for kind in type(value).__mro__]
+    return next((name for name in ("torch", "cupy") if name in modules), None)
+
+
 def _like(value: Any, shape: tuple[int, ...], stream: Any) -> Any:
     """A new float32 array on the GPU, of the library that `value` comes from."""
-    module = type(value).__module__.partition(".")[0]
-    if module == "torch":
+    library = _library(value)
+    if library == "torch":
         return value.new_empty(shape)
-    if module == "cupy":
+    if library == "cupy":
         return sys.modules["cupy"].empty(shape, np.float32)
     return require().device_array(shape, np.float32, stream=stream)
 
@@ -207,7 +265,10 @@ class CudaState:
     everything here waits for the GPU. `check()` says whether a token was not finite.
     """
 
-    __slots__ = ("_S", "_dtype", "_fingerprint", "_flags", "_layer", "_origin", "_positions", "_spans", "_zs")
+    __slots__ = (
+        "_S", "_device", "_dtype", "_fingerprint", "_flags", "_kept", "_layer", "_lengths", "_origin", "_positions",
+        "_spans", "_zs",
+    )  # fmt: skip
 
     def __init__(self, layer: Layer, batch_size: int, dtype: Any = "float32") -> None:
         B = arrays.whole("batch_size", batch_size, 0)
@@ -218,13 +279,16 @@ class CudaState:
 
         shape = check_layer(layer)
         self._layer, self._fingerprint, self._dtype = layer, layer.fingerprint, "float32"
+        self._device = current_device()
+        self._kept: list[Any] = []  # what the last call's arrays must have kept while the GPU is at it
         with guard():
             self._S = cuda.device_array((B, layer.N, layer.F, layer.V), np.float32)
             copies = (shape.blocks, B, layer.N, layer.F) if layer.normalize else (0, 0, 0, 0)
             self._zs = cuda.device_array(copies, np.float32)
             self._positions = cuda.device_array((layer.N * shape.blocks, B), np.int64)
             self._flags = cuda.to_device(np.zeros(kernels.FLAGS, np.int32))
-            self._spans = _span(self._S), _span(self._zs)
+            self._lengths = cuda.device_array(B, np.int64)  # for those that come from NumPy
+            self._spans = tuple(_span(a) for a in (self._S, self._zs, self._positions, self._flags, self._lengths))
             self._origin = np.zeros(B, np.int64)  # as in State: where the streams began with nothing, or -1
             self.reset()
 
@@ -283,6 +347,15 @@ class CudaState:
             with guard():
                 self._wait()
                 self._positions.copy_to_device(copies)
+                self._wait()
+
+    @property
+    def log_decay(self) -> Array | None:
+        """As on the CPU: known of a layer's constant decay alone, float64 [B, N, F]."""
+        host = State(self._layer, self.batch_size)
+        host.position = self.position
+        host._origin[...] = self._origin
+        return host.log_decay
 
     @property
     def batch_size(self) -> int:
@@ -300,7 +373,8 @@ class CudaState:
         return int(self._S.nbytes + self._zs.nbytes + self._positions.nbytes)
 
     def check(self) -> None:
-        """Wait for the GPU, and raise if any token since `clear()` was not finite or beyond what φ takes.
+        """Wait for the GPU, and raise if any token since `clear()` was not finite or beyond what φ takes, or a length
+        out of range.
 
         NotFiniteError or ValueError; the state then holds what such a token left in it: go back to a copy, or `reset`.
         """
@@ -316,17 +390,24 @@ class CudaState:
             raise ValueError(f"state: a query or key was beyond the range of {phi!r}")
         if flags[kernels.BEYOND]:
             raise ValueError(f"state: a stream has gone beyond max_len = {phi.horizon} of {phi.name}")
+        if flags[kernels.LENGTH]:
+            raise ValueError("state: a length was not from 0 to T; it was taken for the nearest of them")
 
     def clear(self) -> None:
         """Forget what `check` would report."""
         with guard():
             self._wait()
             self._flags.copy_to_device(np.zeros(self._flags.shape[0], np.int32))
+            self._wait()
 
     def to(self, device: str) -> "State | CudaState":
-        """The state on "cpu" (a new one) or "cuda" (itself)."""
+        """The state on "cpu" (a new one) or "cuda" (itself).
+
+        What `check` reports is raised here, as it is by `save` and pickle: a state on the CPU has no flags to keep it.
+        """
         if device_name(device) == "cuda":
             return self
+        self.check()
         state = State(self._layer, self.batch_size)
         with guard():
             self._wait()
@@ -401,6 +482,7 @@ class CudaState:
                 self._S[row].copy_to_device(S)
                 for copy in range(self._zs.shape[0]):
                     self._zs[copy, row].copy_to_device(z)
+                S, z = self._S[row], self._zs[0, row] if layer.normalize else z  # the others' from there: no bus
             self._set_position(position)
             if rows is None:
                 self.clear()
@@ -428,7 +510,13 @@ class CudaState:
 
     def _wait(self) -> None:
         """For all work on the GPU, whichever stream it is on."""
+        self._is_here()
         require().synchronize()
+
+    def _is_here(self) -> None:
+        here = current_device()
+        if self._device != here:
+            raise DeviceError(f"state: lies on GPU {self._device}, the current one is {here}")
 
     def __repr__(self) -> str:
         la = self._layer
@@ -446,13 +534,20 @@ def check_layer(layer: Layer) -> Any:
     from linattn_edge.kernels.cuda import shape_of
 
     if not layer.phi.has_loop:
-        raise ValueError(f"feature_map: {layer.phi!r} has no loop, and the GPU can't call NumPy; give it one")
+        raise DeviceError(f"feature_map: {layer.phi!r} has no loop, and the GPU can't call NumPy; give it one")
     shape = shape_of(layer, STEP, False)
-    if shape is None:
-        raise ValueError(
-            f"feature_map: {layer.phi!r} has F = {layer.F} features, more than fit into a GPU's shared memory"
+    if shape is not None:
+        return shape
+    shared = layer.H // layer.N
+    fit = next((r for r in range(shared - 1, 0, -1) if shape_of(layer, STEP, False, r)), 0)
+    if fit:
+        raise DeviceError(
+            f"num_heads, num_kv_heads: {shared} query heads share a state head of F = {layer.F} features; in a GPU's "
+            f"shared memory there is room for {fit}"
         )
-    return shape
+    raise DeviceError(
+        f"feature_map: {layer.phi!r} has F = {layer.F} features, more than fit into a GPU's shared memory"
+    )
 
 
 class Engine:
@@ -471,6 +566,7 @@ class Engine:
             self._no_lengths = cuda.to_device(np.zeros(1, np.int64))
             decay = None if layer.decay is None else np.ascontiguousarray(layer.decay.reshape(-1), np.float32)
             self._decay = None if decay is None else cuda.to_device(decay)
+            cuda.synchronize()  # the first call may be on any stream
 
     def launch(
         self, mode: int, state: CudaState, given: dict[str, DeviceArray], lengths: Any, out: Any, T: int, stream: Any
@@ -505,13 +601,15 @@ class Engine:
         if simulated():
             return kernel[(*size, stream)]
         known = *key, size[0], int(stream)
-        if known not in self._launchers:
+        launcher = self._launchers.get(known)
+        if launcher is None:
             if len(self._launchers) >= 256:
                 self._launchers.clear()
-            with warnings.catch_warnings():
+            with _WARNINGS, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                self._launchers[known] = kernel[(*size, stream)]
-        return self._launchers[known]
+                launcher = kernel[(*size, stream)]
+            self._launchers[known] = launcher
+        return launcher
 
 
 def run_host(
@@ -525,16 +623,18 @@ def run_host(
         if y is not None:
             y[...] = 0
         return
+    state._is_here()
     where = stream_of(stream, None)
     with guard():
         given = {name: cuda.to_device(np.ascontiguousarray(a), stream=where) for name, a in ready.items()}
         counts = None if lengths is None else cuda.to_device(lengths, stream=where)
         out = None if y is None else cuda.device_array(y.shape, np.float32, stream=where)
         engine.launch(mode, state, given, counts, out, T, where)
-        if y is not None and out is not None:
-            y[...] = out.copy_to_host(stream=where)
+        result = None if out is None else out.copy_to_host(stream=where)
         if where:
-            where.synchronize()
+            where.synchronize()  # before it is read: on a stream a copy may come back before it is done
+        if y is not None:
+            y[...] = result
 
 
 def run(
@@ -543,44 +643,61 @@ def run(
 ) -> Any:  # fmt: skip
     """Run on arrays that lie on the device; the result stays there. Everything is checked before the launch."""
     layer, B = attn.layer, state.batch_size
+    state._is_here()
     first = next(iter(given.values()))
+    where = stream_of(stream, first)
+    held: list[Any] = []
+    take = functools.partial(device_array, stream=_address(where), held=held)
     shapes = {"q": ("H, K", layer.H, layer.K), "k": ("Hk, K", layer.HK, layer.K), "v": ("Hv, V", layer.N, layer.V)}
-    checked, lead, sizes, T = arrays.token_arrays(given, shapes, axes, B, device_array)
+    checked, lead, sizes, T = arrays.token_arrays(given, shapes, axes, B, take)
     if mode != READ:
-        attn._check_gates(checked, g, beta, lead, sizes, device_array)
-    counts = None
+        attn._check_gates(checked, g, beta, lead, sizes, take)
+    counts = host = None
     if lengths is not None:
+        name = counts_name(mode, axes)
         if is_device_array(lengths):
-            counts = device_array("lengths", lengths, ("int64", "int32", "bool"))
-            arrays.check_shape("lengths", counts, "B", (B,))
+            counts = take(name, lengths, ("bool",) if name == "active" else ("int64", "int32"))
+            arrays.check_shape(name, counts, "B", (B,))
         else:
             host = arrays.lengths_array(lengths, B, T)
-            with guard():
-                counts = require().to_device(host)
+    inputs = [(name, _span(a)) for name, a in checked.items()]
+    if counts is not None:
+        inputs.append((name, _span(counts)))
+    states = [("the state", span) for span in state._spans]
     if mode != READ:  # blocks of threads read them while others write the state
-        for name, array in checked.items():
-            for span in state._spans:
-                _apart(name, _span(array), "the state", span)
-    where = stream_of(stream, first)
+        for name, here in inputs:
+            for other, there in states:
+                _apart(name, here, other, there)
     y = target = None
     if mode != WRITE:
         shape = (*sizes, layer.outputs, layer.V)
         with guard():
             y = _like(first, shape, where) if out is None else out
-        target = device_array("out", y, writable=True)
+        target = take("out", y, writable=True)
         arrays.check_shape("out", target, f"{lead}, heads, V", shape)
         if out is not None:
-            here = _span(target)
-            others = [(name, _span(a)) for name, a in checked.items()]
-            for name, span in (*others, *(("the state", span) for span in state._spans)):
-                _apart("out", here, name, span)
+            for other, there in (*inputs, *states):
+                _apart("out", _span(target), other, there)
     if B * T:
+        if host is not None:
+            counts = state._lengths
+            with guard():
+                counts.copy_to_device(host, stream=where)
+                if where:
+                    where.synchronize()  # `host` goes; a capture ends here, since a replay would copy from it
+        state._kept = held
         engine.launch(mode, state, checked, counts, target, T, where)
     return y
 
 
+def counts_name(mode: int, axes: int) -> str:
+    """What the caller knows `lengths` as: a step has `active`."""
+    return "active" if mode == STEP and axes == 3 else "lengths"
+
+
 def warmup(attn: "LinearAttention") -> None:
-    """Compile the step, prefill, write and read of a layer, with g for each head: run them on zeros."""
+    """Compile the step, prefill, write and read of a layer, with g for each head and without lengths: run them on
+    zeros. Other kinds of call compile when they are first made."""
     layer, state = attn.layer, attn.init_state(1)
     widths: dict[str, tuple[int, ...]] = {"q": (layer.H, layer.K), "k": (layer.HK, layer.K), "v": (layer.N, layer.V)}
     for T in (1, 2):

@@ -402,6 +402,9 @@ class State:
     def check(self) -> None:
         """Nothing, on the CPU: what is not finite has been refused. On the GPU it is found out here."""
 
+    def clear(self) -> None:
+        """Nothing, on the CPU: there `check` has nothing to forget."""
+
     def _for(self, attn: "LinearAttention") -> "State":
         return self.to("cuda" if attn.backend == "cuda" else "cpu")
 

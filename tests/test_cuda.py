@@ -23,7 +23,7 @@ import linattn_export as lx
 from cases import SAMPLES, VARIANTS, make
 from linattn_edge import gpu
 from linattn_edge.errors import DeviceError, DtypeError, NotFiniteError, ShapeError, StateMismatchError
-from test_cuda_bench import made_up
+from test_cuda_bench import Timer, made_up
 
 SINGLE = 1e-5
 simulated = pytest.mark.cudasim
@@ -274,6 +274,8 @@ def test_states_that_do_not_fit(small):
         attn.step(x, x, x, None)
     with pytest.raises(DtypeError, match="on the GPU is float32"):
         attn.init_state(1, "float64")
+    with pytest.raises(DtypeError, match="on the GPU is float32"):
+        la.linear_attention(*[x[:, None]] * 3, initial_state=attn.init_state(), dtype="float64", backend="cuda")
     with pytest.raises(ValueError, match=r"^device: "):
         attn.init_state().to("gpu")
     with pytest.raises(ValueError, match=r"^device: "):
@@ -288,8 +290,42 @@ def test_states_that_do_not_fit(small):
 def test_layers_that_do_not_fit(small):
     with pytest.raises(ValueError, match="has no loop"):
         la.LinearAttention(2, 3, feature_map=la.FunctionMap(np.cos, 3), backend="cuda")
-    with pytest.raises(ValueError, match="shared memory"):
+    with pytest.raises(ValueError, match=r"^feature_map: Taylor.* has F = \d+ features, more than fit"):
         la.LinearAttention(1, 64, feature_map=la.Taylor(order=3), backend="cuda")
+
+
+@simulated
+def test_what_shares_a_state_head_has_to_fit():
+    with pytest.raises(ValueError, match=r"^num_heads, num_kv_heads: 32 query heads share a state head of F = 128"):
+        la.LinearAttention(32, 128, num_kv_heads=1, backend="cuda")
+
+
+def test_a_file_of_a_layer_that_does_not_fit_is_good(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "require", lambda: None)
+    pytest.importorskip("numba.cuda")
+    la.LinearAttention(32, 128, num_kv_heads=1).save(tmp_path / "layer")
+    with pytest.raises(DeviceError, match=r"^num_heads, num_kv_heads: .* there is room for"):
+        la.LinearAttention.load(tmp_path / "layer", backend="cuda")
+
+
+def test_the_limits_that_the_page_states():
+    """The largest F, for each rule, with K = 64 and so many query heads to a state head."""
+    pytest.importorskip("numba.cuda")
+    from linattn_edge.kernels.cuda import shape_of
+    from linattn_edge.kernels.layout import STEP
+
+    page = (Path(__file__).parents[1] / "docs" / "cuda.md").read_text(encoding="utf-8")
+    found = re.findall(r"^\| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", page, re.MULTILINE)
+    assert len(found) == 6
+    for row in found:
+        r, *limits = (int(cell.replace(",", "")) for cell in row)
+        for limit, (rule, normalize) in zip(
+            limits, (("linear", True), ("linear", False), ("delta", False)), strict=True
+        ):
+            for F, fits in ((limit, True), (limit + 16, False)):
+                phi = la.T2R(np.zeros((F, 64)))
+                attn = la.LinearAttention(r, 64, num_kv_heads=1, feature_map=phi, update_rule=rule, normalize=normalize)
+                assert (shape_of(attn.layer, STEP, False) is not None) == fits, (r, rule, F)
 
 
 # arrays on the device
@@ -369,7 +405,9 @@ def test_wrong_device_arrays(small):
     refused(ValueError, "^out: overlaps q", q, *device(x, x), out=q)
     refused(ValueError, "^out: overlaps the state", q, q, q, out=state.S.reshape(36)[:12].reshape(2, 2, 3))
     refused(DtypeError, "^active: expected", q, q, q, active=np.zeros(2))
-    refused(DtypeError, "^lengths: expected", q, q, q, active=gate)
+    refused(DtypeError, "^active: expected bool on the GPU, got float32", q, q, q, active=gate)
+    refused(DtypeError, "^active: expected bool on the GPU, got int32", q, q, q, active=device(np.ones(2, np.int32))[0])
+    refused(ShapeError, r"^active: expected shape \[B\]", q, q, q, active=device(np.ones((2, 2), bool))[0])
     refused(ValueError, "^stream: expected", q, q, q, stream=-1)
     refused(ValueError, "^stream: expected", q, q, q, stream="main")
     for stream in (0, 5, cuda.stream()):
@@ -415,6 +453,225 @@ def test_out_that_is_read_only(small):
     assert state.position.tolist() == [0]
 
 
+class Named:
+    """An array on the GPU whose interface says what it is told to."""
+
+    def __init__(self, array, device=None, **changes):
+        self.array, self.changes = array, changes
+        if device is not None:
+            self.device = device
+
+    @property
+    def __cuda_array_interface__(self):
+        known = {"shape": self.array.shape, "strides": None, "version": 3, "typestr": "<f4"}
+        whole = known | {"data": (self.array.ctypes.data, False)} | self.changes
+        return {name: value for name, value in whole.items() if value != "none"}
+
+
+class NumberedDevice:
+    def __init__(self, **number):
+        self.__dict__.update(number)
+
+
+@simulated
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"shape": "none"}, DtypeError, "KeyError"),
+        ({"typestr": "none"}, DtypeError, "KeyError"),
+        ({"data": "none"}, DtypeError, "KeyError"),
+        ({"data": (1,)}, DtypeError, "data: expected an address"),
+        ({"data": (None, False)}, DtypeError, "data: expected an address"),
+        ({"shape": (1, 2, "x")}, DtypeError, ""),
+        ({"typestr": ">f4"}, DtypeError, "expected float32 on the GPU, got >f4"),
+        ({"version": 9}, DtypeError, "version 9"),
+        ({"data": (0, False)}, DtypeError, "expected the address of a float32 on the GPU, got 0x0"),
+        ({"offset": 1}, DtypeError, "expected the address of a float32"),
+        ({"device": NumberedDevice(index=1)}, DeviceError, "lies on GPU 1, the current one is 0"),
+        ({"device": NumberedDevice(id=2)}, DeviceError, "lies on GPU 2"),
+    ],
+)
+def test_arrays_that_are_not_what_they_say(small, monkeypatch, changes, error, words):
+    """Of any library: one line that names the argument."""
+    from numba import cuda
+
+    buffer = np.zeros(100, np.uint8)
+    monkeypatch.setattr(cuda, "from_cuda_array_interface", taken, raising=False)
+    attn = la.LinearAttention(2, 3, backend="cuda")
+    state, x = attn.init_state(1), np.ones((1, 2, 3), np.float32)
+    if "offset" in changes:
+        at = buffer.ctypes.data + 1 + -buffer.ctypes.data % 4
+        changes = {"data": (at, False)}
+    for name in ("q", "v", "out"):
+        arrays = dict.fromkeys("qkv", device(x)[0]) | {name: Named(x, **changes)}
+        with pytest.raises(error, match=f"^{name}: .*{words}"):
+            attn.step(state=state, **arrays)
+    assert state.position.tolist() == [0]
+    good = device(x)[0]
+    assert attn.step(Named(x), good, good, state, out=Named(x.copy(), NumberedDevice(index=0))) is not None
+
+
+def taken(interface, owner=None, sync=True):
+    """As numba-cuda does, which trusts it."""
+    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+    dtype, shape = np.dtype(interface["typestr"]), tuple(map(int, interface["shape"]))
+
+    class Memory:
+        def __init__(self):
+            known = {"typestr": dtype.str, "data": interface["data"], "version": 3}
+            self.__array_interface__ = {"shape": shape} | known
+
+    if interface["data"][0] != 0:
+        return FakeCUDAArray(np.asarray(Memory()))
+
+    class Nowhere(FakeCUDAArray):
+        """NumPy has no array at address 0."""
+
+        class _ary:
+            class ctypes:
+                data = 0
+
+        def __init__(self):
+            self.dtype, self.size = dtype, 6
+
+        def is_c_contiguous(self):
+            return True
+
+    return Nowhere()
+
+
+@simulated
+def test_another_gpu(small, monkeypatch):
+    """A state and a layer's kernels are of the one that was current; the state says so, the kernels are made anew."""
+    attn = la.LinearAttention(2, 3, backend="cuda")
+    state, x = attn.init_state(1), np.ones((1, 2, 3), np.float32)
+    (d,) = device(x)
+    engine = attn._engine()
+    monkeypatch.setattr(gpu, "current_device", lambda: 1)
+    calls = (
+        lambda: attn.step(x, x, x, state), lambda: attn.step(d, d, d, state), state.check, state.copy,
+        lambda: state.to("cpu"), state.reset, lambda: state.position,
+    )  # fmt: skip
+    for call in calls:
+        with pytest.raises(DeviceError, match=r"^state: lies on GPU 0, the current one is 1"):
+            call()
+    assert attn._engine() is not engine
+    attn.step(d, d, d, attn.init_state(1))
+
+
+@simulated
+def test_lengths_share_memory_with_nothing_that_is_written(small):
+    attn = la.LinearAttention(2, 3, backend="cuda")
+    state = attn.init_state(2)
+    (x, buffer) = device(np.ones((2, 2, 3), np.float32), np.zeros(12, np.float32))
+    inside = state.S.reshape(36)
+    for flat, other in ((buffer, "out"), (inside, "active")):
+        mask = flat.view(np.bool_)[:2]
+        with pytest.raises(ValueError, match=f"^{other}: overlaps (active|the state)"):
+            attn.step(x, x, x, state, active=mask, out=buffer.reshape(2, 2, 3))
+    assert state.position.tolist() == [0, 0]
+
+
+@simulated
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+def test_lengths_out_of_range_are_flagged(small, dtype):
+    attn = la.LinearAttention(2, 3, backend="cuda")
+    for length, seen in ((4, 3), (-1, 0), (3, None), (0, None)):
+        state = attn.init_state(2)
+        (x, n) = device(np.ones((2, 3, 2, 3), np.float32), np.array([3, length], dtype))
+        attn.prefill(x, x, x, state, lengths=n)
+        if seen is None:
+            state.check()
+            continue
+        assert state.position.tolist() == [3, seen]
+        for same in (state, state.copy()):
+            with pytest.raises(ValueError, match=r"^state: a length was not from 0 to T"):
+                same.check()
+        state.reset()
+        state.check()
+    with pytest.raises(DtypeError, match=r"^lengths: expected int64 or int32 on the GPU, got bool"):
+        attn.prefill(x, x, x, state, lengths=device(np.ones(2, bool))[0])
+
+
+@simulated
+def test_no_result_is_read_before_the_stream_is_done(small, monkeypatch):
+    """A copy on a stream may come back at once."""
+    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+    late, straight = [], FakeCUDAArray.copy_to_host
+
+    class Stream:
+        def synchronize(self):
+            for call in late:
+                call()
+            late.clear()
+
+    def copy_to_host(self, ary=None, stream=0):
+        there = straight(self)
+        if not stream:
+            return there
+        here = np.full_like(there, np.nan)
+        late.append(lambda: here.__setitem__(..., there))
+        return here
+
+    monkeypatch.setattr(FakeCUDAArray, "copy_to_host", copy_to_host)
+    c = case("linear", None, "mha", "relu", T=3)
+    np.testing.assert_array_equal(c.prefill(c.start(), stream=Stream()), c.prefill(c.start()))
+
+
+@simulated
+def test_nothing_is_left_under_way(small, monkeypatch):
+    """A call on any stream may come next: whatever copies to the GPU waits after its last copy."""
+    from numba import cuda
+    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+    log, straight, to_device = [], FakeCUDAArray.copy_to_device, cuda.to_device
+
+    def copy_to_device(self, ary, stream=0):
+        log.append(stream or "copy")
+        straight(self, ary)
+
+    class Stream:
+        def synchronize(self):
+            log.append("wait")
+
+    monkeypatch.setattr(FakeCUDAArray, "copy_to_device", copy_to_device)
+    monkeypatch.setattr(cuda, "to_device", lambda *a, **more: log.append("copy") or to_device(*a, **more))
+    monkeypatch.setattr(cuda, "synchronize", lambda: log.append("wait"))
+    attn = la.LinearAttention(2, 3, backend="cuda")
+    cpu, state = la.LinearAttention(2, 3).init_state(2), attn.init_state(2)
+    for call in (
+        lambda: attn.init_state(2), state.reset, lambda: state.reset([1]), state.clear, state.copy,
+        lambda: state.select([1]), lambda: setattr(state, "position", [1, 2]), lambda: setattr(state, "S", cpu.S),
+        lambda: setattr(state, "z", cpu.z), lambda: cpu.to("cuda"), lambda: gpu.Engine(attn.layer, True),
+    ):  # fmt: skip
+        log.clear()
+        call()
+        assert log[-1] == "wait" and "copy" in log
+    (x,) = device(np.ones((2, 3, 2, 3), np.float32))
+    stream = Stream()
+    attn.prefill(x, x, x, state)
+    log.clear()
+    attn.prefill(x, x, x, state, lengths=np.array([1, 3]), stream=stream)
+    assert log == [stream, "wait"]
+
+
+@simulated
+def test_a_spoilt_state_does_not_leave_the_gpu(small, tmp_path):
+    attn = la.LinearAttention(1, 2, backend="cuda")
+    state = attn.init_state(1)
+    (x, bad) = device(np.ones((1, 1, 2), np.float32), np.full((1, 1, 2), np.nan, np.float32))
+    attn.step(x, bad, x, state)
+    for call in (lambda: state.to("cpu"), lambda: state.save(tmp_path / "state"), lambda: pickle.dumps(state)):
+        with pytest.raises(NotFiniteError, match=r"^state: "):
+            call()
+    assert not (tmp_path / "state").exists()
+    assert state.to("cuda") is state
+    state.clear()
+    assert np.isnan(state.to("cpu").S).all()
+
+
 @simulated
 def test_arrays_on_both_sides(small):
     """What comes with NumPy arrays is NumPy too."""
@@ -425,7 +682,7 @@ def test_arrays_on_both_sides(small):
     for name, more in (
         ("g", {"g": gate}),
         ("beta", {"beta": gate}),
-        ("lengths or active", {"active": active}),
+        ("active", {"active": active}),
         ("out", {"out": d}),
     ):
         with pytest.raises(DtypeError, match=f"^{name}: lies on the GPU, q on the CPU"):
@@ -477,7 +734,6 @@ def test_what_the_driver_refuses(small, monkeypatch):
         ],
         "to_device": [
             lambda: attn.step(x, x, x, state),
-            lambda: attn.step(d, d, d, state, active=[True]),
             lambda: la.LinearAttention(2, 3, backend="cuda").step(d, d, d, state),
         ],
     }
@@ -649,7 +905,16 @@ def test_the_rest(small):
     assert len(attn._engine()._kernels) == 6
     assert pickle.loads(pickle.dumps(attn)).backend == "cuda"
     assert gpu.card() == "Numba's simulator"
-    la.LinearAttention(1, 2).init_state().check()
+    state = la.LinearAttention(1, 2).init_state()
+    state.check()
+    state.clear()
+    for decay in (None, np.array([-0.5])):
+        layers = [la.LinearAttention(1, 2, update_rule="gated", decay=decay, backend=b) for b in ("cpu", "cuda")]
+        cpu, cuda = (attn.init_state(2, position=[0, 3]) for attn in layers)
+        x, g = np.ones((2, 4, 1, 2), np.float32), None if decay is not None else np.zeros((2, 4, 1), np.float32)
+        for attn, state in zip(layers, (cpu, cuda), strict=True):
+            attn.prefill(x, x, x, state, g)
+        np.testing.assert_array_equal(cuda.log_decay, cpu.log_decay)
 
 
 def checker(monkeypatch):
@@ -663,14 +928,62 @@ def test_the_check(small, monkeypatch, tmp_path, capsys):
     check = checker(monkeypatch)
     monkeypatch.setattr(check, "SAMPLES", ["elu", "rff"])
     assert check.main(["--quick", "--json", str(tmp_path / "report")]) == 0
-    assert "Correctness: 7 of 7 cases within 1e-05" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Correctness: 13 of 13 cases within 1e-05" in out
+    assert re.search(r"^Versions: system .+, Python 3.+, numba .+, numpy .+\.$", out, re.MULTILINE)
     report = json.loads((tmp_path / "report").read_text())
     assert report["card"] == "Numba's simulator"
     assert report["groups"] == []
+    assert len(report["correctness"]["errors"]) == 13
     monkeypatch.setattr(check, "BOUND", 0)
-    monkeypatch.setattr(check, "cases", lambda quick, all=check.cases: all(quick)[-2:])
+    monkeypatch.setattr(check, "cases", lambda quick, all=check.cases: all(quick)[6:7])
     assert check.main(["--quick"]) == 1
     assert "FAILED map elu: relative RMS error" in capsys.readouterr().out
+
+
+@simulated
+def test_a_replay_that_does_nothing_is_wrong(monkeypatch):
+    check = checker(monkeypatch)
+    monkeypatch.setattr(check.device, "Timer", Timer)
+    with pytest.raises(ValueError, match=r"the position is \[0, 0, 0\] after four replays"):
+        check.graph_is_right()
+
+
+def grid_of(check, monkeypatch, **calls):
+    monkeypatch.setattr(check, "cases", lambda quick: list(calls.items()))
+
+
+@simulated
+@pytest.mark.parametrize("error", [np.inf, np.nan, 1e-3])
+def test_the_check_fails_where_a_case_is_wrong(monkeypatch, tmp_path, capsys, error):
+    """The replay of a graph is a case like the others."""
+    check = checker(monkeypatch)
+    grid_of(check, monkeypatch, good=lambda: 0.0, graph=lambda: error, other=lambda: 0.0)
+    path = tmp_path / "report"
+    assert check.main(["--quick", "--json", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "Correctness: 2 of 3 cases" in out and f"- FAILED graph: relative RMS error {error:.1e}" in out
+    report = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert report["correctness"]["errors"]["graph"] == (error if np.isfinite(error) else None)
+
+
+@simulated
+def test_the_check_stops_where_the_gpu_has_had_enough(monkeypatch, capsys):
+    check, run = checker(monkeypatch), []
+    grid_of(check, monkeypatch, first=lambda: 1 / 0, second=lambda: run.append(1) or 0.0)
+    assert check.main(["--quick"]) == 1
+    out = capsys.readouterr().out
+    assert "Correctness: 1 of 2 cases" in out and "- FAILED first: ZeroDivisionError" in out and "STOPPED" not in out
+    monkeypatch.setattr(check, "upload", lambda *arrays: 1 / 0)
+    assert check.main(["--quick"]) == 1
+    out = capsys.readouterr().out
+    assert "Correctness: 0 of 2 cases" in out
+    assert "- STOPPED: after 'first' the GPU does not even copy a number (ZeroDivisionError: " in out
+    assert "; 1 of the cases and all times were not run." in out
+    assert len(run) == 1
+    report = {"stopped": None, "failures": {}}
+    assert check.attempt(report, "a", lambda: 1 / 0) is check.attempt(report, "b", lambda: run.append(2)) is None
+    assert list(report["failures"]) == ["a"] and report["stopped"].startswith("after 'a'") and len(run) == 1
 
 
 # without the simulator
@@ -680,19 +993,39 @@ def test_the_text_of_the_check(monkeypatch):
     """Of figures that are made up."""
     check = checker(monkeypatch)
     report = {
-        "date": "2026-01-01", "card": "a card", "version": "1", "command": "this", "seconds": 1.0,
-        "correctness": {"cases": 3, "worst": 1e-7, "failed": {"one": "why"}},
-        "graph_error": 1e-7, "empty_replay_us": 1.5, "groups": [asdict(group) for group in made_up()],
+        "date": "2026-01-01", "card": "a card", "version": "1", "versions": {"driver": "2"}, "command": "this",
+        "seconds": 1.0, "stopped": None,
+        "correctness": {"cases": 3, "run": 3, "worst": 1e-7, "failed": {"one": "why"}, "stopped": None},
+        "empty_replay_us": 1.5, "groups": [asdict(group) for group in made_up()],
         "failures": {"that": "out of memory"},
     }  # fmt: skip
     text = check.text(report)
+    assert "Versions: driver 2." in text
     assert "Correctness: 2 of 3 cases" in text
     assert "- FAILED one: why" in text
     assert "A kernel that does nothing, in a graph: 1.5 µs." in text
     assert re.search(r"^gated +16 +8 × 64 +2.00 +", text, re.MULTILINE)
     assert re.search(r"^linear, elu +8 +64 +", text, re.MULTILINE)
     assert "- not timed: another: linattn_edge: left out, out of GPU memory" in text
-    assert "- not measured: that: out of memory" in text
+    assert "- FAILED, not measured: that: out of memory" in text
+    assert not check.is_good(report)
+    good = report | {"failures": {}, "correctness": report["correctness"] | {"failed": {}}}
+    assert check.is_good(good)
+    assert not check.is_good(good | {"stopped": "why"})
+
+
+def test_the_check_says_beforehand_what_it_does(monkeypatch, capsys, tmp_path):
+    check = checker(monkeypatch)
+    monkeypatch.setattr(gpu, "why_not", lambda: None)
+    monkeypatch.setattr(check, "measure", lambda *_: pytest.fail("measured"))
+    for path in (tmp_path, tmp_path / "no" / "x.json"):
+        assert check.main(["--json", str(path)]) == 1
+        out, err = capsys.readouterr()
+        assert out == "" and re.fullmatch(r"cuda_check: --json: .+ is (a|no) folder\n", err)
+    with pytest.raises(SystemExit):
+        check.main(["--help"])
+    out = capsys.readouterr().out
+    assert "FAILED" in out and "Exit status: 0" in out
 
 
 def test_the_check_without_a_gpu(monkeypatch, capsys):
@@ -756,6 +1089,7 @@ class Elsewhere:
         return (2, 0)
 
     def __dlpack__(self, **options):
+        self.options = options
         return self.array.__dlpack__()
 
 
@@ -774,14 +1108,58 @@ def test_what_lies_on_a_gpu():
     assert gpu.is_device_array(Interface(x, RuntimeError("requires grad")))
     for value in (x, [1.0], 1.0, None):
         assert not gpu.is_device_array(value)
-    assert gpu._interface(Interface(x))["data"][0] == x.ctypes.data
+    assert gpu._interface(Interface(x))[0]["data"][0] == x.ctypes.data
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, TypeError, KeyError])
+def test_what_does_not_say_where_it_lies(kind):
+    class Liar:
+        def __dlpack_device__(self):
+            raise kind("no")
+
+        def __dlpack__(self, **options):
+            raise kind("no")
+
+    assert not gpu.is_device_array(Liar())
+    if kind is not KeyError:
+        with pytest.raises(DtypeError, match=r"^q: .*Liar \(no\)"):
+            la.LinearAttention(1, 2).read(Liar(), la.LinearAttention(1, 2).init_state())
+
+
+def test_the_cpu_copies_nothing_from_a_gpu():
+    """Numba's arrays would let it."""
+
+    class There:
+        __cuda_ndarray__ = True
+
+        def __array__(self, *args, **options):
+            return np.zeros((1, 1, 2), np.float32)
+
+    x, there = np.zeros((1, 1, 2), np.float32), There()
+    for backend in ("cpu", "reference"):
+        attn = la.LinearAttention(1, 2, backend=backend)
+        state = attn.init_state()
+        for name in "qkv":
+            given = {"q": x, "k": x, "v": x} | {name: there}
+            with pytest.raises(DtypeError, match=f"^{name}: expected an array on the CPU, .*it lies on a GPU"):
+                attn.step(**given, state=state)
+        with pytest.raises(DtypeError, match=r"^active: .*it lies on a GPU"):
+            attn.step(x, x, x, state, active=there)
+        with pytest.raises(DtypeError, match=r"^S: .*it lies on a GPU"):
+            state.S = there
+    attn = la.LinearAttention(1, 2)
+    pool = la.StreamPool(attn, 1)
+    with pytest.raises(DtypeError, match=r"^k: .*it lies on a GPU"):
+        pool.step([pool.open()], x, there, x)
 
 
 def test_dlpack():
     pytest.importorskip("cuda.core")
     x = np.zeros((4, 6), np.float32)
     for array in (x, x[:, ::2]):
-        interface = gpu._interface(Elsewhere(array))
+        there = Elsewhere(array)
+        interface, owner = gpu._interface(there, 7)
+        assert owner[0] is there and there.options["stream"] == 7
         assert interface["shape"] == array.shape
         assert interface["strides"] in (None, array.strides)
         assert (interface["typestr"], interface["data"][0]) == ("<f4", array.ctypes.data)

@@ -32,8 +32,8 @@ PARTS = 16  # threads that share a column, at most
 PIECE = 16  # tokens packed at once, at most
 SHARED = 46 << 10  # bytes of shared memory for them: what every GPU has is 48 KiB
 
-NOT_FINITE, OUT_OF_RANGE, BEYOND = range(3)  # the flags of a state, set and never cleared by a kernel
-FLAGS = 3
+NOT_FINITE, OUT_OF_RANGE, BEYOND, LENGTH = range(4)  # the flags of a state, set and never cleared by a kernel
+FLAGS = 4
 
 _OVER_PI = np.float32(1 / np.pi)
 
@@ -56,9 +56,10 @@ class Shape(NamedTuple):
         return self.parts * self.rows
 
 
-def shape_of(layer: Layer, mode: int, many: bool) -> Shape | None:
-    """The shape of a call; None where not even one token fits into shared memory."""
-    K, V, F, r = layer.K, layer.V, layer.F, max(1, layer.H // layer.N)
+def shape_of(layer: Layer, mode: int, many: bool, queries: int | None = None) -> Shape | None:
+    """The shape of a call; None where not even one token fits into shared memory. queries: for each state head, where
+    not the layer's."""
+    K, V, F, r = layer.K, layer.V, layer.F, queries or max(1, layer.H // layer.N)
     width = COLUMNS
     while width // 2 >= max(V, 4):
         width //= 2
@@ -262,7 +263,10 @@ def build(layer: Layer, mode: int, width: int, many: bool, ragged: bool, check: 
                 own[place(i)] = S[place(base + i * V)] if FULL or i < rows else ZERO
         length = T
         if ragged:
-            length = max(0, min(T, int(lengths[place(b)])))
+            asked = int(lengths[place(b)])
+            length = max(0, min(T, asked))
+            if me == 0 and asked != length:
+                flags[LENGTH] = 1
         now, moves = position[place((n * CB + cb) * B + b)], 1
         if HORIZON > 0 and me == 0 and now + (length if mode != READ else 0) > HORIZON:
             flags[BEYOND] = 1

@@ -685,7 +685,9 @@ class Talk(WebSocketsSansIOProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.transport.set_write_buffer_limits(high=0)  # pause_writing: the client's system takes no more
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()  # it has not read answers to what it asked before
+        self.transport.set_write_buffer_limits(high=0)  # so writing is paused whenever the client takes no more
 
     def pause_writing(self) -> None:
         super().pause_writing()

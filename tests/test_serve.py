@@ -42,7 +42,7 @@ HELLO = b'\x81\x8f\0\0\0\0{"hello": null}'
 
 
 class Serving:
-    """A server, for a while. What it prints to stderr, warnings too, is an error. `code` changes it before it starts."""
+    """A server, for a while. What it prints to stderr, warnings too, is an error. `code` is run before it."""
 
     def __init__(self, *options, port=0, layer=SMALL, code=None):
         chosen = ["--layer", layer] if layer else []
@@ -421,7 +421,11 @@ def test_nothing_of_a_stream_comes_after_its_end():
 
 
 def test_a_closed_stream_leaves_its_place():
-    with Serving("--streams", 1, "--budget", 50) as serving, Talk(serving, open=[0]) as talk:
+    slow = """
+step = serve_streams.Layer.step
+serve_streams.Layer.step = lambda *args: (serve_streams.time.sleep(0.1), step(*args))[1]
+"""
+    with Serving("--streams", 1, code=slow) as serving, Talk(serving, open=[0]) as talk:
         for _ in range(5):
             talk.send((0, 0))
             talk.socket.send('{"close": [0]}')

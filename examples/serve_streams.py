@@ -744,6 +744,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """From here on there are connections, and a signal ends the server in good order."""
         await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(1024)  # those wait in the system until asyncio, which asked for BACKLOG, takes them
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         print(f"serving {len(self.service.pool)} streams at ws://{host}:{port}/streams", flush=True)
 

@@ -759,9 +759,11 @@ class Server(uvicorn.Server):
             await self.batches
             await self.service.hand_out()
             if self.folder is not None:
-                save(self.service, self.folder)
-        except OSError as error:
-            raise Unsaved(f"could not save {len(self.service.pool)} streams in {self.folder}: {error}") from None
+                try:
+                    save(self.service, self.folder)
+                except OSError as error:
+                    what = f"{len(self.service.pool)} streams in {self.folder}"
+                    raise Unsaved(f"could not save {what}: {error}") from None
         finally:
             await super().shutdown(sockets)
 

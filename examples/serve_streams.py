@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import gc
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -44,8 +45,14 @@ try:
     from starlette.responses import JSONResponse
     from starlette.routing import Route, WebSocketRoute
     from starlette.websockets import WebSocket, WebSocketDisconnect
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+    from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 except ImportError as error:
     raise SystemExit(f"this needs the extra serve ({error}): pip install 'linattn-edge[serve]'") from None
+
+if sys.platform != "win32":
+    import fcntl
+    import resource
 
 Array = NDArray[Any]
 
@@ -54,10 +61,12 @@ HEADER = struct.Struct("<IIQ")  # stream, status (of a token 0), sequence number
 OK, REFUSED, OUT_OF_ORDER, NO_SUCH_STREAM = range(4)
 
 MALFORMED, NO_SUCH_CLIENT, TAKEN_OVER, RESTART, TRY_LATER = 4400, 4401, 4409, 1012, 1013  # close codes
-HELLO_SECONDS = 10.0  # for a client to say who it is
+HELLO_SECONDS = 10.0  # for a connection to become a WebSocket, and then for a client to say who it is
+READ_SECONDS = 20.0  # for a client to read what is sent
 FLUSH_SECONDS = 1.0  # at the end, to hand out the last answers
 CLOSE_SECONDS = 5  # at the end, for clients to close
 MOST_WAITING = 256  # answers and notes that wait to be read, before the client's messages wait too
+BACKLOG = 64  # connections that asyncio accepts at once, before it asks anyone
 
 
 # What is served
@@ -142,7 +151,7 @@ def chosen(layer: str | None) -> Served:
     """What `--layer HEADSxWIDTH`, or its absence, stands for."""
     if layer is None:
         return LanguageModel()
-    match = re.fullmatch(r"(\d{1,4})x(\d{1,4})", layer)
+    match = re.fullmatch(r"([0-9]{1,4})x([0-9]{1,4})", layer)
     if match is None:
         raise ValueError(f"--layer: expected HEADSxWIDTH, for example 8x64, got {layer!r}")
     return Layer(int(match[1]), int(match[2]))
@@ -167,20 +176,19 @@ class Connection:
 
     def __init__(self, websocket: WebSocket) -> None:
         self.websocket = websocket
-        self.notes: list[str] = []
-        self.answers: list[bytes] = []
+        self.waiting: list[Any] = []  # notes (str) and answers (bytes): nothing of a stream comes after its `closed`
         self.ending: tuple[int, str] | None = None  # code and reason
         self.over = False
         self._posted, self._sent = asyncio.Event(), asyncio.Event()
 
     def note(self, **what: Any) -> None:
         """Have JSON sent."""
-        self.notes.append(json.dumps(what))
+        self.waiting.append(json.dumps(what))
         self._posted.set()
 
     def answer(self, number: int, status: int, sequence: int, answer: bytes) -> None:
         """Have an answer sent."""
-        self.answers.append(HEADER.pack(number, status, sequence) + answer)
+        self.waiting.append(HEADER.pack(number, status, sequence) + answer)
         self._posted.set()
 
     def close(self, code: int, reason: str) -> None:
@@ -189,18 +197,19 @@ class Connection:
         self._posted.set()
 
     async def write(self) -> None:
-        """Send what there is, answers together in one message, until a close or until the client is gone."""
+        """Send what there is, answers in a row as one message, until a close or until the client is gone."""
         try:
             while True:
                 await self._posted.wait()
                 self._posted.clear()
-                notes, self.notes = self.notes, []
-                answers, self.answers = self.answers, []
-                for note in notes:
-                    await self.websocket.send_text(note)
-                    await asyncio.sleep(0)  # a send doesn't wait while there is room: let the loop see a lost client
-                if answers:
-                    await self.websocket.send_bytes(b"".join(answers))
+                waiting, self.waiting = self.waiting, []
+                for kind, some in itertools.groupby(waiting, type):
+                    if kind is bytes:
+                        await self.websocket.send_bytes(b"".join(some))
+                        continue
+                    for note in some:
+                        await self.websocket.send_text(note)
+                        await asyncio.sleep(0)  # a send may not wait: let the loop see a lost client
                 self._sent.set()
                 if self.ending is not None:
                     await self.websocket.close(*self.ending)
@@ -213,7 +222,7 @@ class Connection:
 
     async def settled(self, most: int = MOST_WAITING) -> None:
         """Wait until no more than so many answers and notes wait."""
-        while len(self.answers) + len(self.notes) > most and not self.over:
+        while len(self.waiting) > most and not self.over:
             self._sent.clear()
             await self._sent.wait()
 
@@ -287,18 +296,21 @@ class Batcher:
 
     async def run(self) -> None:
         """Batch after batch."""
-        while self.ready or not self.stopping:
-            await self._some.wait()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(self.since + self.budget):
-                    await self._enough.wait()
-            batch, self.ready = self.ready, []
-            if not self.stopping:
-                self._some.clear()
-                self._enough.clear()
-            if batch:
-                await self._step(batch)
-        self._arithmetic.shutdown()
+        try:
+            while self.ready or not self.stopping:
+                await self._some.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(self.since + self.budget):
+                        await self._enough.wait()
+                batch, self.ready = self.ready, []
+                if not self.stopping:
+                    self._some.clear()
+                    self._enough.clear()
+                if batch:
+                    await self._step(batch)
+        finally:
+            self.stopping = True  # also where it ends by an error
+            self._arithmetic.shutdown()
 
     async def _step(self, batch: list[Token]) -> None:
         answers = await asyncio.get_running_loop().run_in_executor(self._arithmetic, self.answers, batch)
@@ -356,6 +368,8 @@ class Service:
         self.strangers = 0  # connections that have not said who they are
         self.record = HEADER.size + served.token.itemsize
         self.message_bytes = limits.message_bytes or max(4096, self.record * limits.streams_per_client)
+        if self.message_bytes < (least := max(1024, self.record)):
+            raise ValueError(f"--message-bytes: expected {least} or more, got {self.message_bytes}")
         self.app = Starlette(routes=[WebSocketRoute("/streams", self.converse), Route("/status", self.status)])
 
     def warm_up(self) -> None:
@@ -387,7 +401,7 @@ class Service:
         try:
             client = await self._greet(connection)
             while client.connection is connection:
-                self._hear(client, connection, await self._message(websocket))
+                await self._hear(client, connection, await self._message(websocket))
                 await connection.settled()
             await asyncio.wait([writer])  # which tells that another connection has taken over
         except Refusal as refusal:
@@ -420,11 +434,11 @@ class Service:
         finally:
             self.strangers -= 1
         match parsed(message):
-            case {"hello": None}:
+            case {"hello": None, **rest} if not rest:
                 key, client = self._new_client()
-            case {"hello": str(key)} if name_of(key) in self.clients:
+            case {"hello": str(key), **rest} if not rest and name_of(key) in self.clients:
                 client = self.clients[name_of(key)]
-            case {"hello": str()}:
+            case {"hello": str(), **rest} if not rest:
                 raise Refusal(NO_SUCH_CLIENT, "no client has this key, or its time is over")
             case _:
                 raise Refusal(MALFORMED, 'expected {"hello": null} or {"hello": key}')
@@ -452,7 +466,7 @@ class Service:
         client = self.clients[name_of(key)] = Client(name_of(key))
         return key, client
 
-    def _hear(self, client: Client, connection: Connection, message: str | bytes) -> None:
+    async def _hear(self, client: Client, connection: Connection, message: str | bytes) -> None:
         if isinstance(message, bytes):
             self._take(client, connection, message)
             return
@@ -460,7 +474,7 @@ class Service:
             case {"open": numbers, **rest} if not rest:
                 self._open(client, connection, stream_numbers(numbers))
             case {"close": numbers, **rest} if not rest:
-                self._close(client, connection, stream_numbers(numbers))
+                await self._close(client, connection, stream_numbers(numbers))
             case _:
                 raise Refusal(MALFORMED, 'expected {"open": [numbers]} or {"close": [numbers]}')
 
@@ -507,13 +521,16 @@ class Service:
             client.streams.update({number: Stream(id_) for number, id_ in zip(numbers, ids, strict=True)})
             connection.note(opened=numbers)
 
-    def _close(self, client: Client, connection: Connection, numbers: list[int]) -> None:
-        """All of these or none."""
+    async def _close(self, client: Client, connection: Connection, numbers: list[int]) -> None:
+        """All of these or none. Says so when their places are free, which takes as long as a batch."""
         if not all(number in client.streams for number in numbers):
             connection.note(error="one of these streams is not open", close=numbers)
             return
-        for number in numbers:
-            self._end(client.streams.pop(number))
+        ended = [client.streams.pop(number) for number in numbers]
+        for stream in ended:
+            self._end(stream)
+        while any(stream.busy for stream in ended) and not self.batcher.stopping:
+            await asyncio.sleep(0.001)
         connection.note(closed=numbers)
 
     def _end(self, stream: Stream) -> None:
@@ -562,25 +579,45 @@ def stream_numbers(numbers: Any) -> list[int]:
 
 # Snapshots: a file of the pool, and clients.json, which names it and comes last, by a rename: one act for both
 
+POOL_FILE = re.compile(r"streams-[0-9a-f]{16}\.safetensors")
+
+
+def claim(folder: Path) -> None:
+    """Make a folder this process's own until it ends: of two servers, each would delete what the other has saved."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)  # closed, and so unlocked, when the process ends
+    if sys.platform == "win32":
+        print(f"{folder}: can't be locked on this system: see to it that no other server has it", file=sys.stderr)
+    else:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise ValueError(f"{folder}: another server has this folder") from None
+
 
 def save(service: Service, folder: Path) -> None:
-    """Write all clients and streams, while nothing is being stepped."""
-    pool = f"streams-{secrets.token_hex(8)}.safetensors"
-    service.pool.save(folder / pool)
+    """Write all clients and streams, while nothing is being stepped. Where that fails, the old snapshot stays."""
+    pool, temporary = folder / f"streams-{secrets.token_hex(8)}.safetensors", folder / f".{secrets.token_hex(8)}.tmp"
     clients = {
         client.name: {number: [s.id, s.position, s.answer.hex()] for number, s in client.streams.items()}
         for client in service.clients.values()
         if client.streams
     }
-    text = json.dumps({"pool": pool, "clients": clients})
-    temporary = folder / f".{secrets.token_hex(8)}.tmp"
-    with open(temporary, "x", encoding="utf-8") as file:
-        file.write(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, folder / "clients.json")
-    for old in folder.glob("streams-*.safetensors"):
-        if old.name != pool:
+    text = json.dumps({"pool": pool.name, "clients": clients})
+    try:
+        service.pool.save(pool)
+        with open(temporary, "x", encoding="utf-8") as file:
+            file.write(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, folder / "clients.json")
+    except BaseException:
+        for new in pool, temporary:
+            new.unlink(missing_ok=True)
+        raise
+    for old in folder.iterdir():
+        if POOL_FILE.fullmatch(old.name) and old != pool:
             old.unlink()
 
 
@@ -611,19 +648,82 @@ def load(service: Service, folder: Path) -> None:
 def saved(what: Any) -> tuple[str, list[Client]]:
     """The name of the file of the pool, and clients whose streams have ids of that file. Raises where it is neither."""
     pool, clients = what["pool"], []
-    if not re.fullmatch(r"streams-[0-9a-f]{16}\.safetensors", pool):
+    if not POOL_FILE.fullmatch(pool):
         raise ValueError(pool)
     for name, streams in what["clients"].items():
         client = Client(name)
         for number, (id_, position, answer) in streams.items():
             if type(id_) is not int or type(position) is not int:
                 raise TypeError(number)
+            if str(int(number)) != number or not 0 <= int(number) < 2**32:
+                raise ValueError(number)
             client.streams[int(number)] = Stream(id_, position, bytes.fromhex(answer))
         clients.append(client)
     return pool, clients
 
 
+# Connections: uvicorn waits for clients without end, and takes any number of them
+
+
+class Http(H11Protocol):
+    """A connection that has to become a WebSocket soon. There are fewer than `limit_concurrency` connections at all."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) >= (self.limit_concurrency or 0):
+            transport.abort()
+        else:
+            self.loop.call_later(HELLO_SECONDS, self._too_late)
+
+    def _too_late(self) -> None:
+        if self.transport.get_protocol() is self:  # not a WebSocket's
+            self.transport.abort()
+
+
+class Talk(WebSocketsSansIOProtocol):
+    """A WebSocket that is cut off where its client doesn't read: closing it would wait for what is still to be sent."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()  # it has not read answers to what it asked before
+        self.transport.set_write_buffer_limits(high=0)  # so writing is paused whenever the client takes no more
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._patience = self.loop.call_later(READ_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._patience.cancel()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.transport.get_write_buffer_size():  # it had FLUSH_SECONDS
+            self.transport.abort()
+
+    def send_receive_event_to_app(self) -> None:
+        """A message is complete. Text that isn't UTF-8 is left to the service to refuse: uvicorn logs a traceback."""
+        if self.curr_msg_data_type == "text":
+            self.frames = [b"".join(self.frames).decode(errors="replace").encode()]
+        super().send_receive_event_to_app()
+
+
+def allow_files(count: int) -> None:
+    """Have this process allowed so many open files. Where they run out, it can't accept a client, nor save."""
+    if sys.platform != "win32":
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY and soft < count:
+            if hard != resource.RLIM_INFINITY and hard < count:
+                raise ValueError(f"--clients: so many need {count} open files, and {hard} are allowed (ulimit -n)")
+            resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+
+
 # The process
+
+
+class Unsaved(Exception):
+    """The snapshot could not be written."""
 
 
 class Server(uvicorn.Server):
@@ -644,6 +744,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """From here on there are connections, and a signal ends the server in good order."""
         await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(1024)  # those wait in the system until asyncio, which asked for BACKLOG, takes them
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         print(f"serving {len(self.service.pool)} streams at ws://{host}:{port}/streams", flush=True)
 
@@ -652,12 +754,18 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more tokens, step those taken, save, and say goodbye."""
-        self.service.batcher.stop()
-        await self.batches
-        await self.service.hand_out()
-        if self.folder is not None:
-            save(self.service, self.folder)
-        await super().shutdown(sockets)
+        try:
+            self.service.batcher.stop()
+            await self.batches
+            await self.service.hand_out()
+            if self.folder is not None:
+                try:
+                    save(self.service, self.folder)
+                except OSError as error:
+                    what = f"{len(self.service.pool)} streams in {self.folder}"
+                    raise Unsaved(f"could not save {what}: {error}") from None
+        finally:
+            await super().shutdown(sockets)
 
 
 def arguments() -> argparse.Namespace:
@@ -665,7 +773,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8765, help="0: one that is free (default: 8765)")
     parser.add_argument("--layer", metavar="HEADSxWIDTH", help="serve a layer instead of the bundled language model")
-    parser.add_argument("--snapshot", type=Path, metavar="FOLDER", help="save streams at the end, go on from there")
+    parser.add_argument("--snapshot", metavar="FOLDER", help="save streams at the end, go on from there")
     parser.add_argument("--budget", type=float, default=2.0, help="ms that a token may wait for others (default: 2)")
     parser.add_argument("--streams", type=int, default=Limits.streams, help="of all clients")
     parser.add_argument("--streams-per-client", type=int, default=Limits.streams_per_client)
@@ -675,21 +783,47 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def check(args: argparse.Namespace) -> None:
+    """ValueError where an option makes no sense."""
+    ranges = {
+        "port": (0, 65535),
+        "budget": (0, 60_000),
+        "streams": (1, 2**31),
+        "streams-per-client": (1, 2**31),
+        "clients": (1, 2**20),
+        "message-bytes": (1, 2**31),
+        "grace": (0, 1e9),
+    }
+    for name, (low, high) in ranges.items():
+        value = getattr(args, name.replace("-", "_"))
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"--{name}: expected {low} to {high:.0f}, got {value}")
+    if args.snapshot == "":
+        raise ValueError("--snapshot: expected a folder, got nothing")
+
+
 def main() -> None:
     args = arguments()
-    limits = Limits(args.streams, args.streams_per_client, args.clients, args.message_bytes, args.grace)
     try:
+        check(args)
+        limits = Limits(args.streams, args.streams_per_client, args.clients, args.message_bytes, args.grace)
+        connections = 2 * limits.clients + 32  # clients, as many that haven't said who they are, and some for /status
+        allow_files(connections + 4 * BACKLOG + 64)  # what is accepted is counted, and refused, three turns later
         service = Service(chosen(args.layer), limits, args.budget / 1000)
         service.warm_up()
-        if args.snapshot is not None:
-            args.snapshot.mkdir(mode=0o700, parents=True, exist_ok=True)
-            load(service, args.snapshot)
-        listener = socket.create_server((args.host, args.port), backlog=1024)
-    except (ValueError, OSError) as error:
+        folder = None if args.snapshot is None else Path(args.snapshot)
+        if folder is not None:
+            claim(folder)
+            load(service, folder)
+        listener = socket.create_server((args.host, args.port), backlog=BACKLOG)
+    except (ValueError, OSError, MemoryError) as error:
         raise SystemExit(f"can't serve: {error}") from None
     config = uvicorn.Config(
         service.app,
-        ws="websockets-sansio",
+        http=Http,
+        ws=Talk,
+        backlog=BACKLOG,
+        limit_concurrency=connections,
         ws_max_size=service.message_bytes,
         ws_per_message_deflate=False,  # costs more than it saves on messages this small
         ws_ping_interval=10,  # finds clients that have gone without a word
@@ -701,8 +835,11 @@ def main() -> None:
     sys.setswitchinterval(5e-4)  # the arithmetic's thread waits for the GIL no longer than this
     gc.collect()
     gc.freeze()  # what is there now stays: not to be looked through again while clients wait
-    with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises anew at the end
-        asyncio.run(Server(config, service, args.snapshot).serve([listener]))
+    try:
+        with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises anew at the end
+            asyncio.run(Server(config, service, folder).serve([listener]))
+    except Unsaved as error:
+        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":

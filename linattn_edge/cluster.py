@@ -29,7 +29,8 @@ def cluster_prefill(client: Any, attn: LinearAttention, pieces: Iterable[Piece],
 
     Returns a future of y [B, T, heads, V] for each piece, left on the cluster; `client.gather` fetches them. `state` is
     updated in place, once all pieces have been checked and written. A worker that dies is replaced by Dask: what it
-    held is done again by others. Errors in a piece are raised here, with its number, and `state` is as it was.
+    held is done again by others. Errors in a piece are raised here, with its number (a note on those of its
+    function), and `state` is as it was.
     """
     check_layer(attn)
     attn._check_state(state)
@@ -54,7 +55,11 @@ def cluster_prefill(client: Any, attn: LinearAttention, pieces: Iterable[Piece],
 
 
 def _tokens(number: int, piece: Piece) -> Mapping[str, ArrayLike]:
-    tokens: Any = piece() if callable(piece) else piece
+    try:
+        tokens: Any = piece() if callable(piece) else piece
+    except Exception as error:
+        error.add_note(f"piece {number}: its function raised this")
+        raise
     if not isinstance(tokens, Mapping):
         raise TypeError(f"piece {number}: expected a mapping with q, k, v (and g), got {type(tokens).__name__}")
     if not {"q", "k", "v"} <= set(tokens) <= {"q", "k", "v", "g"}:

@@ -101,9 +101,11 @@ def test_errors_come_back_and_change_nothing(client):
         bad = [pieces[0], pieces[0] | {name: wrong}]
         with pytest.raises((ValueError, TypeError), match=message):
             cluster_prefill(client, case.attn, bad, state)
+    with pytest.raises(TypeError, match="takes exactly one argument") as caught:
+        cluster_prefill(client, case.attn, [pieces[0], len], state)
+    assert "piece 1: its function raised this" in caught.value.__notes__
     for bad, message in (
         ([{"q": 1, "k": 2}], "piece 0: expected q, k, v .and g., got q, k$"),
-        ([len], "takes exactly one argument"),
         ([lambda: None], "piece 0: expected a mapping with q, k, v .and g., got NoneType"),
         (None, "pieces: expected a list of mappings or functions, got NoneType"),
         (pieces[0], "pieces: expected a list of mappings or functions, got dict"),

@@ -42,13 +42,14 @@ HELLO = b'\x81\x8f\0\0\0\0{"hello": null}'
 
 
 class Serving:
-    """A server, for a while. What it prints to stderr, warnings too, is an error."""
+    """A server, for a while. What it prints to stderr, warnings too, is an error. `code` is run before it."""
 
-    def __init__(self, *options, port=0, layer=SMALL):
+    def __init__(self, *options, port=0, layer=SMALL, code=None):
         chosen = ["--layer", layer] if layer else []
-        command = [sys.executable, "-W", "error", EXAMPLES / "serve_streams.py", "--port", port, *chosen, *options]
+        program = ["-c", f"import serve_streams\n{code}\nserve_streams.main()"] if code else ["serve_streams.py"]
+        command = [sys.executable, "-W", "error", *program, "--port", port, *chosen, *options]
         self.process = subprocess.Popen(
-            list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            list(map(str, command)), cwd=EXAMPLES, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         line = self.process.stdout.readline()
         match = re.fullmatch(r"serving (\d+) streams at (ws://127.0.0.1:(\d+)/streams)\n", line)
@@ -316,21 +317,71 @@ def test_a_new_connection_takes_over(serving):
 )
 def test_a_client_that_does_not_read(serving, message):
     with Talk(serving, open=[0]) as other:
-        slow = socket.socket()
-        try:
-            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            slow.connect(("127.0.0.1", serving.port))
-            for data, answer in (HANDSHAKE, b"101 "), (HELLO, b"hello"):
-                slow.sendall(data)
-                assert answer in slow.recv(1000)
-            slow.settimeout(0.5)
-            with pytest.raises(TimeoutError):  # the server has stopped to read
-                slow.sendall(frame(*message) * (100_000_000 // len(message[0])))
+        with not_reading(serving, *message):
             assert other.one(0, 0)[0] == server.OK
             assert serving.status()["connected"] == 2
-        finally:
-            slow.close()
         serving.wait(clients=1, streams=1)
+
+
+@contextlib.contextmanager
+def not_reading(serving, *message):
+    """A client that says something until the server no longer reads it, and reads no answer."""
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", serving.port))
+        for data, answer in (HANDSHAKE, b"101 "), (HELLO, b"hello"):
+            slow.sendall(data)
+            assert answer in slow.recv(1000)
+        slow.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            slow.sendall(frame(*message) * (100_000_000 // len(message[0])))
+        yield
+
+
+def test_a_client_that_does_not_read_is_cut_off():
+    message = b'{"close": [5]}', 1
+    with Serving("--grace", 0.2, code="serve_streams.READ_SECONDS = 2") as serving, Talk(serving, open=[0]) as other:
+        with not_reading(serving, *message), not_reading(serving, *message):
+            serving.wait(clients=1)
+            assert other.one(0, 0)[0] == server.OK
+        with not_reading(serving, *message):
+            serving.stop(signal.SIGINT)  # says nothing, and waits for nobody
+
+
+def test_connections_without_a_request():
+    """More than there may be, and more than there may be files: the oldest are kept for a while, others are not."""
+    files = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (380, 380))"
+    code = f"serve_streams.HELLO_SECONDS = 4; {files}"
+    with (
+        Serving("--clients", 2, code=code) as serving,
+        Talk(serving, open=[0]) as talk,
+        contextlib.ExitStack() as stack,
+    ):
+        beginnings = [b"", HANDSHAKE[:50]] * 250
+        for beginning in beginnings:
+            silent = stack.enter_context(socket.create_connection(("127.0.0.1", serving.port)))
+            with contextlib.suppress(OSError):
+                silent.sendall(beginning)
+        for t in range(20):
+            assert talk.one(0, t)[0] == server.OK
+        with pytest.raises((OSError, exceptions.InvalidHandshake, EOFError)):
+            Talk(serving)
+        time.sleep(4.5)
+        with Talk(serving) as new:
+            assert new.ask(open=[1]) == {"opened": [1]}
+
+
+def test_silent_connections_do_not_keep_it_from_saving(tmp_path):
+    code = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (380, 380))"
+    with Serving("--clients", 2, "--snapshot", tmp_path, code=code) as serving, contextlib.ExitStack() as stack:
+        talk = stack.enter_context(Talk(serving, open=[0]))
+        for _ in range(500):
+            stack.enter_context(socket.create_connection(("127.0.0.1", serving.port)))
+        assert talk.one(0, 0)[0] == server.OK
+        serving.stop()
+        assert talk.closed() == server.RESTART
+    with Serving("--snapshot", tmp_path) as serving:
+        assert serving.count == 1
 
 
 def frame(data, opcode):
@@ -338,6 +389,49 @@ def frame(data, opcode):
     assert len(data) < 2**16
     length = bytes([0x80 | len(data)]) if len(data) < 126 else b"\xfe" + len(data).to_bytes(2, "big")
     return bytes([0x80 | opcode]) + length + bytes(4) + data
+
+
+def test_nothing_of_a_stream_comes_after_its_end():
+    class Peer:
+        def __init__(self):
+            self.got = []
+
+        async def send_text(self, what):
+            self.got.append(json.loads(what))
+
+        async def send_bytes(self, what):
+            self.got.append(what)
+
+        async def close(self, code, reason):
+            self.got.append(code)
+
+    async def talk():
+        connection = server.Connection(Peer())
+        connection.answer(0, 0, 0, b"a")
+        connection.answer(1, 0, 0, b"b")
+        connection.note(closed=[0])
+        connection.answer(1, 0, 1, b"c")
+        connection.close(server.RESTART, "")
+        await connection.write()
+        return connection.websocket.got
+
+    first, *rest = asyncio.run(talk())
+    assert first == server.HEADER.pack(0, 0, 0) + b"a" + server.HEADER.pack(1, 0, 0) + b"b"
+    assert rest == [{"closed": [0]}, server.HEADER.pack(1, 0, 1) + b"c", server.RESTART]
+
+
+def test_a_closed_stream_leaves_its_place():
+    slow = """
+step = serve_streams.Layer.step
+serve_streams.Layer.step = lambda *args: (serve_streams.time.sleep(0.1), step(*args))[1]
+"""
+    with Serving("--streams", 1, code=slow) as serving, Talk(serving, open=[0]) as talk:
+        for _ in range(5):
+            talk.send((0, 0))
+            talk.socket.send('{"close": [0]}')
+            talk.socket.send('{"open": [0]}')
+            assert [json.loads(talk.socket.recv(timeout=10)) for _ in range(2)] == [{"closed": [0]}, {"opened": [0]}]
+        assert talk.one(0, 0) == (server.OK, 0, expected(0, 1)[0])
 
 
 # limits and misuse
@@ -383,7 +477,13 @@ def test_malformed_messages(serving, message):
         assert talk.closed() == server.MALFORMED
 
 
-@pytest.mark.parametrize("message", ["{}", '{"hello": 3}', '{"open": [1]}', b"\x00\x01"])
+def test_text_that_is_not_utf8(serving):
+    with Talk(serving) as talk:
+        talk.socket.socket.sendall(frame(b'{"open": [0], "\xff": 1}', 1))
+        assert talk.closed() == server.MALFORMED
+
+
+@pytest.mark.parametrize("message", ["{}", '{"hello": 3}', '{"hello": null, "x": 1}', '{"open": [1]}', b"\x00\x01"])
 def test_malformed_hellos(serving, message):
     with connect(serving.url) as connection:
         connection.send(message)
@@ -453,7 +553,7 @@ def test_a_snapshot_has_all(tmp_path):
         assert talk.hello["positions"] == {"4": 3, "5": 1, "6": 0}
         serving.stop()
         talk.stack.close()
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 3  # clients.json, the pool's file, and .lock
     with Serving("--snapshot", tmp_path, "--grace", 0.2) as serving:  # this time nobody comes back
         assert serving.count == 3
         serving.wait(clients=0, streams=0)
@@ -466,6 +566,50 @@ def test_ctrl_c_saves_too(tmp_path):
         assert serving.count == 0
 
 
+def test_a_save_that_fails(tmp_path):
+    folder = tmp_path / "gone"
+    with Serving("--snapshot", folder) as serving, Talk(serving, open=[0, 1]) as talk:
+        (folder / ".lock").unlink()
+        folder.rmdir()
+        serving.process.send_signal(signal.SIGTERM)
+        assert talk.closed() == server.RESTART
+        _, err = serving.process.communicate(timeout=20)
+    assert serving.process.returncode == 1
+    assert err.startswith(f"could not save 2 streams in {folder}: ") and err.count("\n") == 1
+
+
+def test_a_save_that_fails_leaves_nothing_behind(tmp_path):
+    (tmp_path / "clients.json").mkdir()
+
+    async def save():
+        server.save(server.Service(LAYER, server.Limits(), 0.002), tmp_path)
+
+    with pytest.raises(OSError, match=r"clients\.json"):
+        asyncio.run(save())
+    assert [path.name for path in tmp_path.iterdir()] == ["clients.json"]
+
+
+def test_a_folder_has_one_server(tmp_path):
+    with Serving("--snapshot", tmp_path):
+        assert "another server has this folder" in refused("--layer", SMALL, "--snapshot", tmp_path)
+    with Serving("--snapshot", tmp_path):
+        pass
+
+
+def test_files_of_others_are_kept(tmp_path):
+    others = {
+        "streams-mine.safetensors",
+        "streams-0123456789ABCDEF.safetensors",
+        "streams-0123456789abcdef.safetensors.old",
+    }
+    for name in {"streams-0123456789abcdef.safetensors"} | others:
+        (tmp_path / name).touch()
+    with Serving("--snapshot", tmp_path):
+        pass
+    names = {path.name for path in tmp_path.iterdir()}
+    assert others < names and "streams-0123456789abcdef.safetensors" not in names
+
+
 @pytest.fixture(scope="module")
 def snapshot(tmp_path_factory):
     """The files of a snapshot: {name: bytes}."""
@@ -473,7 +617,7 @@ def snapshot(tmp_path_factory):
     with Serving("--snapshot", folder) as serving, Talk(serving, open=[0, 1]) as talk:
         talk.one(0, 0)
         serving.stop()
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
 
 
 def changed(data, at):
@@ -536,7 +680,7 @@ def test_a_snapshot_made_up_by_someone(snapshot, tmp_path):
                 {"0": one, "1": [two[0], 0, one[2]]},
                 {"0": one, "1": [str(two[0]), 0, ""]},
                 {"0": one, "1": [two[0], 0]},
-                {"0": one, "x": two},
+                *({"0": one, number: two} for number in ("x", "-1", " 7", "07", "1_0", "٣", "4294967296")),
                 {"0": [one[0], 1, one[2][:-2]], "1": two},
             )
         ),
@@ -564,10 +708,37 @@ def test_refusals_are_one_line(snapshot, tmp_path):
     folder = write(tmp_path / "damaged", snapshot | {"clients.json": b"{}"})
     assert "its checksum is not that of its text" in refused("--layer", SMALL, "--snapshot", folder)
     assert "expected HEADSxWIDTH" in refused("--layer", "two")
+    assert "--port: expected 0 to 65535, got 99999" in refused("--port", "99999")
     blocked = (
         f"import sys, runpy; sys.modules['starlette'] = None; runpy.run_path({str(EXAMPLES / 'serve_streams.py')!r})"
     )
     assert "pip install 'linattn-edge[serve]'" in refused(code=blocked)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--port -1", "--port: expected 0"),
+        ("--budget nan", "--budget: expected 0"),
+        ("--budget -1", "--budget: expected 0"),
+        ("--grace nan", "--grace: expected 0"),
+        ("--grace -3", "--grace: expected 0"),
+        ("--clients 0", "--clients: expected 1"),
+        ("--clients 1000000", "--clients: so many need .* open files"),
+        ("--streams 0", "--streams: expected 1"),
+        ("--streams-per-client 0", "--streams-per-client: expected 1"),
+        ("--message-bytes -1", "--message-bytes: expected 1"),
+        ("--message-bytes 3", "--message-bytes: expected 1024"),
+        ("--snapshot=", "--snapshot: expected a folder"),
+        ("--layer ２x８", "--layer: expected HEADSxWIDTH"),
+        ("--layer 9999x9999", "[Uu]nable to allocate"),
+    ],
+)
+def test_options_that_make_no_sense(monkeypatch, options, message):
+    layer = [] if "--layer" in options else ["--layer", SMALL]
+    monkeypatch.setattr(sys, "argv", ["", *layer, *options.split()])
+    with pytest.raises(SystemExit, match=f"^can't serve: {message}"):
+        server.main()
 
 
 def test_a_fault_of_the_arithmetic_ends_the_server(tmp_path):
@@ -595,7 +766,7 @@ serve_streams.main()
                 talk.recv(timeout=10)
     err = process.communicate(timeout=20)[1]
     assert process.returncode == 1 and "MemoryError: no more" in err
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 @pytest.mark.slow

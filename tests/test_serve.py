@@ -357,6 +357,7 @@ def test_connections_without_a_request():
         Talk(serving, open=[0]) as talk,
         contextlib.ExitStack() as stack,
     ):
+        start = time.monotonic()
         beginnings = [b"", HANDSHAKE[:50]] * 250
         for beginning in beginnings:
             silent = stack.enter_context(socket.create_connection(("127.0.0.1", serving.port)))
@@ -364,11 +365,17 @@ def test_connections_without_a_request():
                 silent.sendall(beginning)
         for t in range(20):
             assert talk.one(0, t)[0] == server.OK
-        with pytest.raises((OSError, exceptions.InvalidHandshake, EOFError)):
-            Talk(serving)
-        time.sleep(4.5)
-        with Talk(serving) as new:
-            assert new.ask(open=[1]) == {"opened": [1]}
+        refused = 0
+        while True:  # until the silent ones have been cut off
+            try:
+                new = stack.enter_context(Talk(serving))
+                break
+            except (OSError, EOFError, exceptions.WebSocketException):
+                refused += 1
+                assert time.monotonic() < start + 60
+                time.sleep(0.2)
+        assert refused or time.monotonic() > start + 4  # a slow machine may have come too late to be refused
+        assert new.ask(open=[1]) == {"opened": [1]}
 
 
 def test_silent_connections_do_not_keep_it_from_saving(tmp_path):

@@ -120,3 +120,34 @@ def test_errors_come_back_and_change_nothing(client):
     delta = la.LinearAttention(1, 4, feature_map="identity", update_rule="delta")
     with pytest.raises(StateMismatchError, match="merge"):
         cluster_prefill(client, delta, [], delta.init_state())
+
+
+class Drawn:
+    """Tokens `first` to `last` of a stream of a million, made where they are needed."""
+
+    WIDTH = 16
+
+    def __init__(self, first, last):
+        self.first, self.last = first, last
+
+    def __call__(self):
+        rng = np.random.default_rng(self.first)
+        count = self.last - self.first
+        q, k, v = (rng.standard_normal((1, count, 1, self.WIDTH), dtype=np.float32) for _ in range(3))
+        return {"q": q, "k": k, "v": v, "g": -rng.random((1, count, 1), dtype=np.float32) / 100}
+
+
+@pytest.mark.slow
+def test_a_million_tokens_and_a_worker_that_is_killed(client):
+    attn = la.LinearAttention(1, Drawn.WIDTH, update_rule="gated", normalize=True)
+    pieces = [Drawn(first, first + 50_000) for first in range(0, 1_000_000, 50_000)]
+    alone, state = attn.init_state(), attn.init_state()
+    want = [attn.prefill(**piece(), state=alone) for piece in pieces]
+    victim = next(iter(client.run(os.getpid).values()))
+    threading.Timer(0.3, os.kill, (victim, signal.SIGKILL)).start()
+    answers = cluster_prefill(client, attn, pieces, state)
+    for answer, y in zip(answers, want, strict=True):
+        naive.assert_close(answer.result(), y, 2e-6)
+    naive.assert_close(state.S, alone.S, 2e-6)
+    assert state.position.tolist() == [1_000_000]
+    assert victim not in client.run(os.getpid).values()

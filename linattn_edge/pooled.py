@@ -3,7 +3,6 @@
 Both have the same methods: one more sort of stream is one more class here.
 """
 
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from linattn_edge.kernels import layout, program
 from linattn_edge.kernels.layout import LAPSED, OK, REFUSED, STEP, WORTH_SHARING
 from linattn_edge.layer import FORMAT_VERSION
 from linattn_edge.models import Model, ModelState
-from linattn_edge.records import NO_IDS, Array, Ids, Job, Part, Records, Slab, aligned, job_header, place_layer
-from linattn_edge.state import LAST_POSITION, State, compute_dtype, state_dtype
+from linattn_edge.records import NO_IDS, Array, Ids, Jobs, Part, Records, Slab, job_header, place_layer
+from linattn_edge.state import LAST_POSITION, State, aligned, compute_dtype, state_dtype
 
 Taken = Callable[[Ids], AbstractContextManager[Records]]
 Checked = tuple[dict[str, Any], tuple[int, ...], "np.dtype[Any]"]
@@ -49,14 +48,7 @@ class LayerStreams:
         self.no_g, self.no_beta = no_g, no_beta
         self.constant = np.array(no_g.reshape(-1))
         self.entry: Callable[..., int] | None = None
-        self.jobs: deque[Job] = deque()  # that no call is using
-
-    def job(self) -> Job:
-        """What a call needs for itself; it comes back to `jobs`."""
-        try:
-            return self.jobs.pop()
-        except IndexError:
-            return Job(self.headers)
+        self.jobs = Jobs(self.headers)
 
     def step(self, slab: Slab, ids: Ids, q: Any, k: Any, v: Any, g: Any, beta: Any, out: Any) -> Any:
         """y, where the inputs are as the compiled step takes them and nothing is wrong; else a layout code."""
@@ -67,7 +59,7 @@ class LayerStreams:
             from linattn_edge.kernels import streams
 
             entry = self.entry = streams.step(self.real.name)
-        job = self.job()
+        job = self.jobs.take()
         try:
             control = attn._helpers() if attn.num_threads > 1 and slab.words * 8 * ids.size >= WORTH_SHARING else 0
             if g is None:
@@ -84,7 +76,7 @@ class LayerStreams:
         except (TypeError, AttributeError, IndexError):
             return REFUSED
         finally:
-            self.jobs.append(job)
+            self.jobs.give(job)
 
     def keep(self, records: Records, given: dict[str, Array], lengths: NDArray[np.int64] | None) -> None:
         from linattn_edge.kernels import streams
@@ -130,7 +122,7 @@ class LayerStreams:
         ready = {n: a[:, None] if axes == 3 else a for n, a in ready.items()}
         suspects = arrays.rows_not_finite(ready, lengths) if self.attn.check_finite else []
         try:  # all at once, before one by one: of many rows few are wrong
-            self.attn._check_phi(STEP, _Row(position, self.dtype, position.size), ready, lengths)  # type: ignore[arg-type]
+            self.attn._check_phi(STEP, _Row(position, self.dtype), ready, lengths)  # type: ignore[arg-type]
         except ValueError:
             suspects = list(range(position.size))
         found: dict[int, ValueError] = {}
@@ -151,13 +143,13 @@ class LayerStreams:
     def rollback(self, slab: Slab, ids: Ids, n: int, taken: Taken, journal: NDArray[np.uint8] | None) -> int:
         from linattn_edge.kernels import streams
 
-        job = self.job()
+        job = self.jobs.take()
         try:
             return streams.rollback(self.real.name)(
                 ids, slab.table, job.room(1), self.constant, job.block, self.plan, slab.words, n
             )
         finally:
-            self.jobs.append(job)
+            self.jobs.give(job)
 
     def new_state(self) -> State:
         return State(self.layer, 1, self.dtype, compensated=self.compensated)
@@ -187,7 +179,10 @@ class _Row:
 
     position: Ids
     _dtype: str
-    batch_size: int = 1
+
+    @property
+    def batch_size(self) -> int:
+        return self.position.size
 
 
 class ModelStreams:
@@ -205,7 +200,6 @@ class ModelStreams:
         self.headers, self.positions = [], []
         self.places = np.zeros(len(model.layers) * program.PLACES, np.int64)
         at = aligned((layout.RECORD + len(model.layers)) * 8)
-        self.size = at
         for i, (layer, past) in enumerate(zip(model.layers, model.convolutions, strict=True)):
             position_at = 0 if i == 0 else (layout.RECORD + i) * 8
             self.positions.append(position_at // 8)
@@ -223,15 +217,8 @@ class ModelStreams:
             at = aligned(at)
         self.size = at
         self.image_at = window * 8
-        self.jobs: deque[Job] = deque()  # that no call is using
+        self.jobs = Jobs(self.headers, self.places)
         self.metadata = {"format_version": FORMAT_VERSION, "layers": model._digest}
-
-    def job(self) -> Job:
-        """What a call needs for itself; it comes back to `jobs`."""
-        try:
-            return self.jobs.pop()
-        except IndexError:
-            return Job(self.headers, self.places)
 
     def step(self, slab: Slab, ids: Ids, *given: Any) -> Any:
         return REFUSED  # there is one way to step a model, `run`

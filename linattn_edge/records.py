@@ -1,6 +1,7 @@
 """The memory of a pool: a record for each stream (`kernels/layout.py`), and what a call on some of them needs."""
 
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,14 +11,13 @@ from numpy.typing import NDArray
 
 from linattn_edge import snapshots
 from linattn_edge.kernels import layout, program
-from linattn_edge.state import State
+from linattn_edge.state import State, aligned, aligned_bytes
 
 Array = NDArray[Any]
 Ids = NDArray[np.int64]
 
 MOST_STREAMS = 1 << layout.SLOT_BITS
 NO_IDS = np.zeros(0, np.int64)
-_ALIGN = 64
 
 Keep = Callable[["Records", dict[str, Array], NDArray[np.int64] | None], None]
 
@@ -35,16 +35,6 @@ class Part:
         size = int(np.prod(self.stored, dtype=np.int64)) * self.row.dtype.itemsize
         whole = record[self.at : self.at + size].view(self.row.dtype).reshape(self.stored)
         return whole[..., : self.row.shape[-1]]
-
-
-def aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
-
-
-def aligned_bytes(nbytes: int) -> NDArray[np.uint8]:
-    raw = np.zeros(nbytes + _ALIGN, np.uint8)
-    start = -raw.ctypes.data % _ALIGN
-    return raw[start : start + nbytes]
 
 
 class Places(NamedTuple):
@@ -105,6 +95,22 @@ class Job:
         if count > self.streams.size:
             self.streams = np.zeros(2 * count, np.int64)
         return self.streams
+
+
+class Jobs:
+    """The jobs of a pool: each belongs to one call at a time."""
+
+    def __init__(self, headers: list[NDArray[np.int64]], places: NDArray[np.int64] | None = None) -> None:
+        self._headers, self._places = headers, places
+        self._idle: deque[Job] = deque()
+        self.give = self._idle.append  # where the call is over; bound, since a step does it each time
+
+    def take(self) -> Job:
+        """One that no call is using."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return Job(self._headers, self._places)
 
 
 class Slab:

@@ -30,8 +30,16 @@ _DTYPES = ("float32", "float64", *layout.HALVES)
 LAST_POSITION = 2**62  # leaves room to count on
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """So many bytes, rounded up to whole cache lines."""
     return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def aligned_bytes(nbytes: int) -> NDArray[np.uint8]:
+    """Zeros that begin with a cache line."""
+    raw = np.zeros(nbytes + _ALIGN, np.uint8)
+    start = -raw.ctypes.data % _ALIGN
+    return raw[start : start + nbytes]
 
 
 def state_dtype(dtype: Any) -> str:
@@ -117,16 +125,14 @@ class State:
         H, N, V, F, VP = layer.H, layer.N, layer.V, layer.F, layout.padded(layer.V)
         K = layer.K if layer.phi.has_loop else F  # without a loop, kernels get φ's results and take them as they are
         positions = layout.HEADER * 8
-        s = positions + _aligned(B * 8)
-        z = s + _aligned(B * N * F * VP * kept.itemsize)
+        s = positions + aligned(B * 8)
+        z = s + aligned(B * N * F * VP * kept.itemsize)
         step, prefill = (layout.packing(many, H, N, K, F, VP, real.itemsize) for many in (False, True))
-        far_s = z + (_aligned(B * N * F * real.itemsize) if layer.normalize else 0)
+        far_s = z + (aligned(B * N * F * real.itemsize) if layer.normalize else 0)
         far_z = far_s + (z - s if compensated else 0)
         work = far_z + (far_s - z if compensated else 0)
-        end = work + _aligned(step.work)
-        raw = np.zeros(end + _ALIGN, np.uint8)
-        start = -raw.ctypes.data % _ALIGN
-        self._block = raw[start : start + end]
+        end = work + aligned(step.work)
+        self._block = aligned_bytes(end)
         header = self._block[:positions].view(np.int64)
         header[[layout.B, layout.H, layout.HK, layout.N]] = B, H, layer.HK, N
         header[[layout.K, layout.V, layout.F, layout.VP]] = K, V, F, VP

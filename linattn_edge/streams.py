@@ -29,8 +29,8 @@ from linattn_edge.kernels import layout
 from linattn_edge.kernels.layout import LAPSED, OK, STALE, TAKEN, WAIT
 from linattn_edge.models import Model, ModelState
 from linattn_edge.pooled import LayerStreams, ModelStreams
-from linattn_edge.records import MOST_STREAMS, NO_IDS, Array, Ids, Records, Slab, aligned_bytes
-from linattn_edge.state import State
+from linattn_edge.records import MOST_STREAMS, NO_IDS, Array, Ids, Records, Slab
+from linattn_edge.state import State, aligned_bytes
 
 PATIENCE = 10.0  # seconds: a call waits for a copy of a stream to be done, and a copy for a step or prefill
 
@@ -477,7 +477,7 @@ class StreamPool:
     @contextlib.contextmanager
     def _taken(self, ids: Ids, after: Callable[[Records], None] | None = None) -> Iterator[Records]:
         """Streams, for a call that is made of several."""
-        job = self._kind.job()
+        job = self._kind.jobs.take()
         try:
             room, take = job.room(ids.size), self._slab.entry("take")
             self._check(self._wait(lambda: take(ids, self._slab.table, room, self._slab.words)), ids)
@@ -490,7 +490,7 @@ class StreamPool:
                 else:
                     after(records)
         finally:
-            self._kind.jobs.append(job)
+            self._kind.jobs.give(job)
 
     def _run(
         self, ids: Ids, axes: int, given: dict[str, Any], lengths: Any, out: Array | None, on_error: str, named: Any

@@ -8,14 +8,12 @@ import numpy as np
 
 from linattn_edge.attention import LinearAttention
 from linattn_edge.bench.turns import Array
+from linattn_edge.state import aligned_bytes
 
 
-def aligned(shape: tuple[int, ...], alignment: int = 64) -> Array:
+def aligned(shape: tuple[int, ...]) -> Array:
     """Zeros, float32, at the alignment that a state has."""
-    size = int(np.prod(shape)) * 4
-    raw = np.zeros(size + alignment, np.uint8)
-    start = -raw.ctypes.data % alignment
-    return raw[start : start + size].view(np.float32).reshape(shape)
+    return aligned_bytes(int(np.prod(shape)) * 4).view(np.float32).reshape(shape)
 
 
 def layer_inputs(attn: LinearAttention, lead: tuple[int, ...], seed: int = 0) -> dict[str, Array]:
